@@ -1,0 +1,242 @@
+"""User-facing configuration: `SamplingParams`, `SpecConfig`, `EngineConfig`. Validated when built, immutable after.
+
+Field names follow vLLM's offline API where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specdec.errors import ConfigError, InvalidRequest
+
+METHODS = ("auto", "off", "ngram", "suffix", "draft_model", "eagle3", "peagle")
+TEST_METHODS = ("oracle", "wrong", "mix")  # ordinary proposers, for tests and benchmarks of the machinery
+VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
+MAX_NODES = 64  # one 64-bit ancestor word per node, root included
+
+
+def _require(ok: bool, message: str, param: str) -> None:
+    if not ok:
+        raise InvalidRequest(message, param=param)
+
+
+def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if low_open else value >= low) and value <= high
+    _require(ok, f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {value!r}", name)
+
+
+def _integer(value: Any, name: str, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, f"{name} must be an integer in [{low}, {high}], got {value!r}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Every field acts at every node of a draft tree, with that node's own path as history.
+
+    Order of processing (the same with and without speculation): raw logits → allowed_token_ids, bad_words, min_tokens
+    masks, logit_bias → repetition, frequency, presence penalties → temperature → min_p → top_k → top_p → typical_p.
+
+    temperature: 0 = greedy. top_k: 0 or -1 = off. max_tokens: None = up to `max_model_len`.
+    seed: None draws one at admission; the same seed always gives the same text, with any drafter or none.
+    logprobs / prompt_logprobs: number of top alternatives (0 = only the token's own), None = off. `logprobs_mode`
+    "raw" is the log-softmax of the row before temperature and penalties, "processed" after all of them.
+    prediction: text the output is expected to resemble (OpenAI `prediction`), a source for the n-gram drafters.
+    speculation: per-request override, e.g. {"method": "off"} or {"method": "ngram", "nodes": 8}; it can only narrow
+    what the engine was started with.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: Seq[str] | None = None
+    allowed_token_ids: Seq[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Seq[str] | None = None
+    stop_token_ids: Seq[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    prediction: str | Seq[int] | None = None
+    speculation: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _integer(self.n, "n", 1, 128)
+        _number(self.temperature, "temperature", 0.0, 100.0)
+        _integer(self.top_k, "top_k", -1, 2**31 - 1)
+        _number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
+        _number(self.min_p, "min_p", 0.0, 1.0)
+        _number(self.typical_p, "typical_p", 0.0, 1.0, low_open=True)
+        _number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        _number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
+        _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _integer(self.max_tokens, "max_tokens", 1, 2**31 - 1)
+            _require(self.min_tokens <= self.max_tokens, "min_tokens is larger than max_tokens", "min_tokens")
+        if self.seed is not None:
+            _integer(self.seed, "seed", -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(getattr(self, name), name, 0, 100)
+        _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
+        if self.logit_bias is not None:
+            for token, value in self.logit_bias.items():
+                _integer(token, "logit_bias", 0, 2**31 - 1)
+                _number(value, "logit_bias", -100.0, 100.0)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _integer(token, name, 0, 2**31 - 1)
+        _require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids is empty", "allowed_token_ids")
+        for name in ("stop", "bad_words"):
+            words = self.stop_strings if name == "stop" else (self.bad_words or ())
+            for word in words:
+                _require(isinstance(word, str) and word != "", f"{name} must hold non-empty strings", name)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, in the order given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpecConfig:
+    """What may draft, how wide, and how drafts are verified.
+
+    nodes: largest draft tree, root included (2…64). depth: longest path below the root. width: most children a node gets.
+    policy: "auto" picks drafter, nodes and depth per sequence and step from measured cost and live acceptance, off included;
+    "fixed" asks for exactly these numbers every step (acceptance tables use it).
+    verify: "coupled" (default, same text as off), "rejection", "block" (exact in distribution), "synthetic" (benchmarks only).
+    synthetic_acceptance: unconditional acceptance rate per draft position, non-increasing, for verify="synthetic".
+    head: draft head for eagle3/peagle. model: checkpoint for draft_model. corpus: text file for the n-gram/suffix index.
+    mix_p: ORACLE share of the test drafter MIX.
+    """
+
+    method: str = "auto"
+    head: str | None = None
+    model: str | None = None
+    nodes: int = 16
+    depth: int = 12
+    width: int = 2
+    policy: str = "auto"
+    verify: str = "coupled"
+    synthetic_acceptance: Seq[float] | None = None
+    ngram_min: int = 2
+    ngram_max: int = 5
+    corpus: str | None = None
+    mix_p: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS + TEST_METHODS:
+            raise ConfigError(f"speculation method {self.method!r} is unknown; choose one of {', '.join(METHODS)}", param="method")
+        if self.verify not in VERIFY_MODES:
+            raise ConfigError(f"verify {self.verify!r} is unknown; choose one of {', '.join(VERIFY_MODES)}", param="verify")
+        if self.policy not in ("auto", "fixed"):
+            raise ConfigError(f"policy must be 'auto' or 'fixed', got {self.policy!r}", param="policy")
+        for name, low, high in (("nodes", 2, MAX_NODES), ("depth", 1, MAX_NODES - 1), ("width", 1, MAX_NODES - 1), ("ngram_min", 1, 64), ("ngram_max", 1, 64)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name)
+        if self.ngram_min > self.ngram_max:
+            raise ConfigError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}", param="ngram_min")
+        if not 0.0 <= self.mix_p <= 1.0:
+            raise ConfigError("mix_p must be in [0, 1]", param="mix_p")
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        rates = self.synthetic_acceptance
+        if (self.verify == "synthetic") != (rates is not None):
+            raise ConfigError("synthetic_acceptance and verify='synthetic' go together", param="synthetic_acceptance")
+        if rates is not None:
+            ok = len(rates) > 0 and all(0.0 <= r <= 1.0 for r in rates) and all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+            if not ok:
+                raise ConfigError("synthetic_acceptance must be non-increasing rates in [0, 1]", param="synthetic_acceptance")
+
+    @classmethod
+    def of(cls, value: str | dict[str, Any] | SpecConfig | None) -> SpecConfig:
+        """Normalise `speculation=`: a method name, a dict of fields, a SpecConfig, or None (off)."""
+        if isinstance(value, SpecConfig):
+            return value
+        if value is None:
+            return cls(method="off")
+        if isinstance(value, str):
+            return cls(method=value)
+        try:
+            return cls(**value)
+        except TypeError as err:
+            raise ConfigError(f"speculation: {err}", param="speculation") from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run a model. Sizes: tokens, sequences, bytes as named.
+
+    device: "auto" | "cpu" | "cuda". dtype: "auto" = float32 on the CPU, the checkpoint's (else bfloat16) on CUDA.
+    kv_dtype: "auto" = activation dtype. block_size: tokens per KV block.
+    num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
+    max_model_len: None = the model's limit, lowered to what the pool can hold.
+    deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
+    max_queue: waiting requests beyond which `QueueFull` is raised; None = unbounded (offline use).
+    """
+
+    model: str = "smollm2-135m-instruct"
+    speculation: SpecConfig = field(default_factory=SpecConfig)
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_dtype: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    deterministic: bool = False
+    tensor_parallel_size: int = 1
+    load_format: str = "auto"
+    seed: int = 0
+    max_queue: int | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
+        optional = ("num_kv_blocks", "max_model_len")
+        for name in positive + tuple(n for n in optional if getattr(self, n) is not None):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {getattr(self, name)!r}", param=name)
+        if self.tensor_parallel_size != 1:
+            raise ConfigError("tensor_parallel_size > 1 is not supported yet; use 1", param="tensor_parallel_size")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError("load_format must be 'auto' or 'dummy'", param="load_format")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError("gpu_memory_utilization must be in (0, 1]", param="gpu_memory_utilization")
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ConfigError("max_queue must be >= 0", param="max_queue")
+
+    def with_(self, **changes: Any) -> EngineConfig:
+        """A copy with these fields replaced."""
+        return replace(self, **changes)

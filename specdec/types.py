@@ -1,0 +1,230 @@
+"""The values that flow through one step. Frozen; every tensor field states shape and dtype.
+
+Letters: B sequences in the step, T rows (tokens) in the batch, R rows whose logits are wanted, N nodes of the widest
+tree (root included, ≤ 64), D depth of the deepest path, V target vocabulary, G KV groups, M blocks per table row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdec.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one block table. `window` None = full attention, else keys at distance < window are visible."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpecBudget:
+    """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node)."""
+
+    drafter: str | None = None
+    nodes: int = 1
+    depth: int = 0
+    width: int = 1
+
+
+NO_DRAFT = SpecBudget()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's share of a step: `num_new` linear tokens from `seq.num_computed` on.
+
+    `samples` is True when the last of them is the newest token of the sequence: its row is the root of a draft tree and
+    yields tokens. Trees are planned for decode rows only (`num_new == 1`); a longer share gets the root alone.
+    """
+
+    seq: Sequence
+    num_new: int
+    samples: bool
+    budget: SpecBudget = NO_DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The scheduler's decision. `scheduled` in the order rows are laid out; `preempted` lost their blocks."""
+
+    scheduled: tuple[Scheduled, ...]
+    preempted: tuple[Sequence, ...] = ()
+    admitted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.num_new for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Draft trees of the B *sampling* sequences of a plan, in plan order.
+
+    Node 0 = root = the newest token. parent < child; siblings distinct; the best path is numbered first.
+    Entries at and beyond `num_nodes[b]` are 0 and mean nothing.
+    score: the drafter's estimate that the node is accepted (cumulative along its path), used only by the policy.
+    log_q: row i is the law the children of node i were drawn from; None = point masses (deterministic drafts).
+    """
+
+    tokens: Tensor  # [B, N] i64
+    parents: Tensor  # [B, N] i64, root's parent is -1
+    depth: Tensor  # [B, N] i64
+    num_nodes: Tensor  # [B] i64
+    score: Tensor | None = None  # [B, N] f32
+    log_q: Tensor | None = None  # [B, N, V] f32
+    drafters: tuple[str | None, ...] = ()  # per sequence, None = root only
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One ragged forward: prefill shares, decode rows and trees side by side, no fork between them.
+
+    A sequence's rows are `cu_query[b]:cu_query[b+1]`. Row positions are absolute. With `tree_len[b] == 0` rows are causal
+    by position; otherwise the rows are exactly a tree of that many nodes: row i sees the `ctx_lens[b]` committed keys and
+    the ancestors named by its word in `tree_mask`; node i's key lies at slot position `ctx_lens[b] + i`.
+    """
+
+    input_ids: Tensor  # [T] i64
+    positions: Tensor  # [T] i64
+    cu_query: Tensor  # [B + 1] i32
+    ctx_lens: Tensor  # [B] i32, keys in the cache before this query
+    tree_len: Tensor  # [B] i32
+    tree_mask: Tensor  # [T] i64 ancestor words (0 for causal rows)
+    block_tables: Tensor  # [G, B, M] i32
+    slot_mapping: Tensor  # [G, T] i64, -1 = no write
+    logit_rows: Tensor  # [R] i64, rows of the hidden states whose logits are wanted: all tree nodes, plan order
+    prompt_rows: Tensor | None = None  # extra rows for prompt_logprobs, [P] i64
+    max_query: int = 1
+    max_ctx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What the target pass returns."""
+
+    logits: Tensor  # [R, V] f32
+    hidden: Tensor  # [T, H] final hidden states (after the last norm)
+    taps: Tensor | None = None  # [T, taps * H] tapped hidden states for draft heads
+    prompt_logits: Tensor | None = None  # [P, V] f32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities for one emitted token: its own, its rank (1 = most likely), and the top alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided for the B sampling sequences.
+
+    committed[b, :num_committed[b]] are the tokens to append: accepted draft tokens, then correction or bonus, cut at the
+    first end token or length limit. path[b, :num_accepted[b]] are the accepted nodes (root excluded) in order; after a cut
+    only nodes whose token was kept count.
+    """
+
+    committed: Tensor  # [B, D + 1] i64
+    num_committed: Tensor  # [B] i64, at least 1
+    path: Tensor  # [B, D] i64 node indices
+    num_accepted: Tensor  # [B] i64
+    finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length
+    rows: Tensor  # [B, D + 1] i64, row of `Forward.logits` that produced each committed token
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Measured facts of one step, for metrics, policy and traces. Times in seconds."""
+
+    step: int
+    num_seqs: int
+    num_rows: int
+    num_sampling: int
+    context: int  # committed keys over the sampling sequences
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    step_seconds: float = 0.0
+    committed: int = 0
+    drafted: dict[str, int] = field(default_factory=dict)  # drafter -> draft tokens
+    accepted: dict[str, int] = field(default_factory=dict)
+    preempted: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> sequences that did not draft
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Per-request measurements. Times are seconds on the monotonic clock of the process."""
+
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated: int = 0
+    steps: int = 0  # target passes that yielded tokens
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    @property
+    def queue_wait(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def acceptance_length(self) -> float:
+        """Committed tokens per target pass, correction or bonus included; 1.0 without speculation."""
+        return self.generated / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted draft tokens; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request. `finish_reason`: "stop" | "length" | "abort" | None while running.
+
+    `stop_reason`: the stop string or token id that ended it, None for the model's own end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """State of a request. In a stream, texts and ids are the *new* ones since the last output (deltas)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    trace: Any = None  # `specdec.trace.Trace` when asked for
