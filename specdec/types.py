@@ -164,6 +164,10 @@ class StepStats:
     accepted: dict[str, int] = field(default_factory=dict)
     preempted: int = 0
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> sequences that did not draft
+    drafts: dict[str, int] = field(default_factory=dict)  # drafter -> sequences that verified a draft of it
+    accepted_position: dict[str, list[int]] = field(default_factory=dict)  # drafter -> [i]: drafts accepted at position i + 1
+    drafter_states: dict[str, dict[str, int]] = field(default_factory=dict)  # drafter -> active | warm | dormant -> sequences
+    gain: float | None = None  # tokens per second over what the policy expects of plain decoding; None = unknown
 
 
 @dataclass(slots=True)
