@@ -1,0 +1,49 @@
+"""Model families: which architectures of a config.json the model code can run, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.errors import UnsupportedCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture built on the Llama block.
+
+    qkv_bias: True when q, k and v always carry biases (and o never), None when `attention_bias` of the config decides.
+    tied_by_default: `tie_word_embeddings` when the config does not say.
+    """
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool | None = None
+    tied_by_default: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family("LlamaForCausalLM", "llama"),
+        Family("MistralForCausalLM", "mistral", qkv_bias=False),
+        Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
+    )
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a Hugging Face config; UnsupportedCheckpoint lists the supported architectures."""
+    names = config.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    model_type = config.get("model_type")
+    if not names:
+        for family in FAMILIES.values():
+            if family.model_type == model_type:
+                return family
+    raise UnsupportedCheckpoint(
+        f"architecture {', '.join(map(str, names)) or model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+    )
