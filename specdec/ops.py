@@ -1,0 +1,202 @@
+"""The ops the models call, and the one table that decides which kernel runs them.
+
+Every op has a PyTorch reference and may have faster backends (`specdec/kernels/<op>/`). Preference: cpu > reference on the
+CPU; on CUDA the references until kernels exist. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
+block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv query / KV heads, NB blocks of bs slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.linear import reference as linear_reference
+from specdec.kernels.linear.tiles import TiledWeight
+from specdec.kernels.move_kv import reference as move_reference
+from specdec.kernels.noise import reference as noise_reference
+from specdec.kernels.registry import Backend, Op, Registry
+from specdec.kernels.rms_norm import reference as norm_reference
+from specdec.kernels.rope import reference as rope_reference
+from specdec.kernels.silu_mul import reference as silu_reference
+from specdec.kernels.tree_attention import matmul as attention_matmul
+from specdec.kernels.tree_attention import reference as attention_reference
+
+TABLE = Registry()
+
+_NEEDS_F32 = "compiled for float32 only"
+
+
+def _load_extension() -> tuple[Any, str | None]:
+    """The compiled module and None, or None and the reason why it cannot be used."""
+    try:
+        return import_module("specdec._C"), None
+    except ImportError as err:
+        return None, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
+
+
+_EXTENSION, _WHY_NOT = _load_extension()
+
+
+def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
+    return None if x.dtype is torch.float32 else _NEEDS_F32
+
+
+def _caches_not_f32(caches: list[Tensor], *_: Any) -> str | None:
+    return None if caches[0].dtype is torch.float32 else _NEEDS_F32
+
+
+def _attention_rejects(q: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | None:
+    if q.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
+        return _NEEDS_F32
+    return None if q.shape[2] % 16 == 0 and q.shape[2] <= 256 else "head size must be a multiple of 16, at most 256"
+
+
+def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *_: Any) -> str | None:
+    if qkv.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
+        return _NEEDS_F32
+    return None if k_cache.shape[3] % 2 == 0 else "head size must be even"
+
+
+def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
+    """Op `name`: the compiled CPU backend (extension function of the same name), then `extra`, then the reference."""
+    op = TABLE.op(name)
+    op.add(Backend("cpu", getattr(_EXTENSION, name, reference), ("cpu",), rejects, missing=_WHY_NOT))
+    for backend in extra:
+        op.add(backend)
+    op.add(Backend("reference", reference))
+    return op
+
+
+_RMS_NORM = _register("rms_norm", norm_reference.rms_norm)
+_ADD_RMS_NORM = _register("add_rms_norm", norm_reference.add_rms_norm)
+_SILU_MUL = _register("silu_mul", silu_reference.silu_mul)
+_ROPE_WRITE_KV = _register("rope_write_kv", rope_reference.rope_write_kv, _rope_rejects)
+_MOVE_KV = _register("move_kv", move_reference.move_kv, _caches_not_f32)
+_GUMBEL_ARGMAX = _register("gumbel_argmax", noise_reference.gumbel_argmax)
+_GUMBEL_NOISE = _register("gumbel_noise", noise_reference.gumbel_noise, None)
+_PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, None)
+_TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
+_TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
+
+_TREE_ATTENTION = _register(
+    "tree_attention",
+    attention_reference.tree_attention,
+    _attention_rejects,
+    Backend("matmul", attention_matmul.tree_attention, fixed_order=False),
+)
+
+_DENSE_LINEAR = TABLE.op("dense_linear")
+_DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
+_DENSE_LINEAR.add(Backend("rowwise", linear_reference.rowwise_linear))
+
+
+def explain(device: str = "cpu") -> dict[str, str]:
+    """Backend used per op on `device`, with the reason where a better one is not usable."""
+    return TABLE.explain(device)
+
+
+def override(op: str, backend: str) -> AbstractContextManager[None]:
+    """`with override("rms_norm", "reference"): …` for this thread or task only. ConfigError on unknown names."""
+    return TABLE.override(op, backend)
+
+
+def deterministic(device: str) -> AbstractContextManager[None]:
+    """Within the block, only backends whose bits do not depend on batch, tree or thread count. KernelUnavailable if there is none."""
+    return TABLE.deterministic(device)
+
+
+def compiled() -> bool:
+    """Whether the compiled CPU kernels are usable in this process."""
+    return _EXTENSION is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T,H], weight [H] -> [T,H]."""
+    return _RMS_NORM(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [T,H], weight [H] -> (norm of the sum, the sum), both [T,H]. Inputs are not changed."""
+    return _ADD_RMS_NORM(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T,2I], gate first -> silu(gate) * up [T,I]."""
+    return _SILU_MUL(gate_up)
+
+
+def rope_write_kv(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Half-split RoPE on q and k, k and v into the cache. Returns q [T,nh,hd].
+
+    qkv [T,(nh+2*nkv)*hd], positions [T] i64 < P, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 flat
+    (block * bs + offset), -1 = no write; other slots distinct.
+    """
+    return _ROPE_WRITE_KV(qkv, positions, cos, sin, k_cache, v_cache, slots)
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query: Tensor,
+    ctx_lens: Tensor,
+    tree_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Paged attention for causal and tree rows (`specdec.types.Batch`). Returns [T, nh*hd]; rows past cu_query[B] are 0.
+
+    q [T,nh,hd], caches [NB,bs,nkv,hd], block_table [B,M] i32, cu_query [B+1] i32, ctx_lens and tree_len [B] i32,
+    tree_mask [T] i64, positions [T] i64, sinks [nh]. A key at logical position p is visible iff positions - p < window.
+    """
+    return _TREE_ATTENTION(
+        q, k_cache, v_cache, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, scale=scale, window=window, sinks=sinks
+    )
+
+
+def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Per layer, slot dst[i] gets what slot src[i] held before the call. src, dst [n] i64 flat slots, dst distinct."""
+    if k_caches:
+        _MOVE_KV(k_caches, v_caches, src, dst)
+
+
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M,K], weight [N,K], same dtype -> [M,N]."""
+    return _DENSE_LINEAR(x, weight)
+
+
+def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:
+    """x [M,K] f32 -> [M,rows] f32, fixed order."""
+    return _TILED_LINEAR(x, weight)
+
+
+def tiled_embedding(ids: Tensor, weight: TiledWeight) -> Tensor:
+    """ids [T] i64 -> dequantised rows [T,cols] f32."""
+    return _TILED_EMBEDDING(ids, weight)
+
+
+def philox_uniform(seeds: Tensor, positions: Tensor, choices: Tensor, ids: Tensor, purpose: int) -> Tensor:
+    """Uniforms in (0,1). seeds, positions, choices [R] i64, ids [R,W] i64 -> [R,W] f32."""
+    return _PHILOX_UNIFORM(seeds, positions, choices, ids, purpose)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, ids: Tensor, purpose: int) -> Tensor:
+    """Gumbel noise of target ids. seeds, positions, choices [R] i64, ids [R,W] i64 -> [R,W] f32."""
+    return _GUMBEL_NOISE(seeds, positions, choices, ids, purpose)
+
+
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, choices: Tensor, noisy: Tensor, purpose: int) -> Tensor:
+    """argmax of score + noise per row, ties to the lowest id. scores [R,V] f32, noisy [R] bool, others [R] i64 -> [R] i64."""
+    return _GUMBEL_ARGMAX(scores, seeds, positions, choices, noisy, purpose)

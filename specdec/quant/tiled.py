@@ -1,0 +1,36 @@
+"""Weights in 16-row tiles for the compiled CPU kernels (float32 or GGUF blocks), float32 activations, one K order for all M."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec import ops
+from specdec.kernels.linear.tiles import TiledWeight, unpack
+
+
+class Tiled:
+    """One or more tiled weights stacked along rows (more than one when shards differ in format)."""
+
+    fixed_order = True
+
+    def __init__(self, parts: list[TiledWeight]):
+        self.parts = parts
+        self.in_features = parts[0].cols
+        self.out_features = sum(p.rows for p in parts)
+        self.name = "tiled " + "+".join(dict.fromkeys(p.kind for p in parts))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M,K] f32 -> [M,N] f32."""
+        if len(self.parts) == 1:
+            return ops.tiled_linear(x, self.parts[0])
+        out = x.new_empty(x.shape[0], self.out_features)
+        start = 0
+        for part in self.parts:
+            out[:, start : start + part.rows] = ops.tiled_linear(x, part)
+            start += part.rows
+        return out
+
+    def dequantize(self) -> Tensor:
+        """float32 [N,K]."""
+        return torch.cat([unpack(p) for p in self.parts])
