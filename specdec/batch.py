@@ -1,0 +1,117 @@
+"""`BatchBuilder`: StepPlan + DraftTree → Batch. Host lists in, device tensors out; one place knows the row layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specdec.spec.tree import ancestor_words
+from specdec.types import Batch
+
+if TYPE_CHECKING:
+    from specdec.types import DraftTree, Scheduled, StepPlan
+
+
+class _Rows:
+    """Growing columns of one batch, row by row in plan order."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.cells: list[int] = []  # the row's place in its sequence's slots: position, or ctx + node index in a tree
+        self.words: list[int] = []
+        self.owner: list[int] = []  # request slot of the row
+        self.cu = [0]
+        self.ctx: list[int] = []
+        self.tree_len: list[int] = []
+        self.logit_rows: list[int] = []
+        self.prompt_rows: list[int] = []
+
+    def close(self, ctx: int, tree_len: int, request_slot: int) -> None:
+        self.owner.extend([request_slot] * (len(self.ids) - self.cu[-1]))
+        self.cu.append(len(self.ids))
+        self.ctx.append(ctx)
+        self.tree_len.append(tree_len)
+
+
+class BatchBuilder:
+    """Lays out a step. `tables[g]` is the scheduler's int32 block table [max_num_seqs, M] of KV group g, on the host."""
+
+    def __init__(self, tables: list[torch.Tensor], block_size: int, device: torch.device):
+        self.tables = tables
+        self.block_size = block_size
+        self.device = device
+
+    def build(self, plan: StepPlan, tree: DraftTree) -> Batch:
+        """`tree` holds one tree per sampling share of `plan`, in plan order, on the host."""
+        rows = _Rows()
+        counts = tree.num_nodes.tolist()
+        trees = (tree.tokens.tolist(), tree.depth.tolist(), ancestor_words(tree).tolist()) if max(counts, default=1) > 1 else None
+        b = 0
+        for share in plan.scheduled:
+            nodes = counts[b] if share.samples else 0
+            if nodes > 1:
+                assert trees is not None
+                self._tree(rows, share, nodes, *(column[b] for column in trees))
+            else:
+                self._linear(rows, share)
+            b += share.samples
+        return self._tensors(plan, rows)
+
+    @staticmethod
+    def _linear(rows: _Rows, share: Scheduled) -> None:
+        """A prefill chunk or a plain decode row: causal by position."""
+        seq, start = share.seq, share.seq.num_computed
+        first = len(rows.ids)
+        rows.ids.extend(seq.tokens[start : start + share.num_new])
+        rows.positions.extend(range(start, start + share.num_new))
+        rows.cells.extend(range(start, start + share.num_new))
+        rows.words.extend([0] * share.num_new)
+        if share.samples:
+            rows.logit_rows.append(first + share.num_new - 1)
+        if seq.params.prompt_logprobs is not None and seq.choice == 0 and start < seq.num_prompt - 1:
+            stop = min(start + share.num_new, seq.num_prompt - 1)
+            rows.prompt_rows.extend(range(first, first + stop - start))
+        rows.close(start, 0, seq.request_slot)
+
+    @staticmethod
+    def _tree(rows: _Rows, share: Scheduled, nodes: int, tokens: list[int], depth: list[int], words: list[int]) -> None:
+        """A root with drafts below it: node i at position root + depth[i], its KV in cell root + i."""
+        root = share.seq.num_computed
+        first = len(rows.ids)
+        rows.ids.extend(tokens[:nodes])
+        rows.positions.extend(root + d for d in depth[:nodes])
+        rows.cells.extend(range(root, root + nodes))
+        rows.words.extend(words[:nodes])
+        rows.logit_rows.extend(range(first, first + nodes))
+        rows.close(root, nodes, share.seq.request_slot)
+
+    def _tensors(self, plan: StepPlan, rows: _Rows) -> Batch:
+        block, offset = np.divmod(np.asarray(rows.cells, dtype=np.int64), self.block_size)
+        owner = np.asarray(rows.owner, dtype=np.int64)
+        slots = np.stack([table.numpy()[owner, block].astype(np.int64) * self.block_size + offset for table in self.tables])
+        cu = np.asarray(rows.cu, dtype=np.int32)
+        max_ctx = max(rows.ctx, default=0)
+        lengths = cu[1:] - cu[:-1]
+        request_slots = torch.tensor([s.seq.request_slot for s in plan.scheduled], dtype=torch.long)
+        used = -(-(max_ctx + int(lengths.max(initial=1))) // self.block_size)
+        tables = torch.stack([table[:, :used].index_select(0, request_slots) for table in self.tables])
+        return Batch(
+            input_ids=self._long(rows.ids),
+            positions=self._long(rows.positions),
+            cu_query=torch.from_numpy(cu).to(self.device),
+            ctx_lens=torch.tensor(rows.ctx, dtype=torch.int32).to(self.device),
+            tree_len=torch.tensor(rows.tree_len, dtype=torch.int32).to(self.device),
+            tree_mask=self._long(rows.words),
+            block_tables=tables.to(self.device),
+            slot_mapping=torch.from_numpy(slots).to(self.device),
+            logit_rows=self._long(rows.logit_rows),
+            prompt_rows=self._long(rows.prompt_rows) if rows.prompt_rows else None,
+            max_query=int(lengths.max(initial=1)),
+            max_ctx=max_ctx,
+        )
+
+    def _long(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long).to(self.device)

@@ -1,0 +1,343 @@
+"""The engine: plan → draft → build → forward → verify → commit, with no prefill/decode fork.
+
+`Engine.step` is the whole architecture in ten lines. Everything it calls decides and returns values; `_commit` is the one
+place that changes sequences, caches and statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec.config import EngineConfig, SamplingParams
+from specdec.errors import InvalidRequest, QueueFull
+from specdec.logprobs import prompt_logprobs
+from specdec.request import RequestState, check_override, check_prompt
+from specdec.spec.tree import merge, root_only
+from specdec.trace import Trace
+from specdec.types import DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
+
+if TYPE_CHECKING:
+    from specdec.boot import Parts
+    from specdec.sequence import Sequence
+
+
+class Engine:
+    """Serves requests one step at a time. Not thread-safe: one thread owns it.
+
+    Build it with `specdec.boot.build_engine(config)`. `observers` are called with the StepStats of every step.
+    """
+
+    def __init__(self, config: EngineConfig, parts: Parts):
+        self.config = config
+        self.model_name = parts.name
+        self.model_config = parts.model_config
+        self.tokenizer = parts.tokenizer
+        self.vocab_size = parts.model_config.vocab_size
+        self.max_model_len = parts.max_model_len
+        self.scheduler = parts.scheduler
+        self.builder = parts.builder
+        self.runner = parts.runner
+        self.kv = parts.kv
+        self.sampling = parts.sampling
+        self.verifier = parts.verifier
+        self.policy = parts.policy
+        self.proposers = parts.proposers
+        self.stats: StepStats | None = None
+        self.observers: list[Callable[[StepStats], None]] = []
+        self.preemptions = 0
+        self._requests: dict[str, RequestState] = {}
+        self._ready: list[RequestState] = []
+        self._steps = 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        arrival: float | None = None,
+        trace: bool = False,
+    ) -> None:
+        """Validate and queue. Raises InvalidRequest, RequestTooLong, or QueueFull; nothing is kept when it raises."""
+        if request_id in self._requests:
+            raise InvalidRequest(f"request id {request_id!r} is already running", param="request_id")
+        text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+        check_prompt(ids, params, self.vocab_size, self.max_model_len)
+        check_override(params.speculation, tuple(self.proposers))
+        limit = self.config.max_queue
+        if limit is not None and self.num_waiting + params.n > limit + max(0, self.config.max_num_seqs - self.num_running):
+            raise QueueFull(f"{self.num_waiting} requests are waiting and the queue holds {limit}; try again later")
+        state = RequestState(
+            request_id,
+            text,
+            ids,
+            params,
+            self.tokenizer,
+            arrival=time.monotonic() if arrival is None else arrival,
+            max_model_len=self.max_model_len,
+            eos_ids=self.model_config.eos_token_ids,
+        )
+        if trace or self.config.trace:
+            state.trace = Trace(self.tokenizer)
+        for seq in state.sequences:
+            self.scheduler.add(seq)
+        self._requests[request_id] = state
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and free what it holds at once; its last output (finish reason "abort") comes with the next step."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        for seq in state.sequences:
+            if not seq.finished:
+                self._release(seq, self.scheduler.abort)
+        state.abort()
+        self._ready.append(state)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._requests)
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """One plan → draft → verify → commit. Returns what is new for each request that moved."""
+        start = time.perf_counter()
+        plan = self._plan()
+        if plan.scheduled:
+            tree = self._propose(plan)
+            drafted = time.perf_counter()
+            batch = self.builder.build(plan, tree)
+            forward = self.runner.forward(batch)
+            forwarded = time.perf_counter()
+            verdict = self._verify(plan, tree, forward)
+            self.stats = self._commit(plan, tree, forward, verdict, (start, drafted, forwarded))
+        return self.collect()
+
+    def _plan(self) -> StepPlan:
+        """Budgets, then a plan, then its application: blocks reserved for the worst tree, request slots handed out."""
+        budgets = self.policy.budget(self.scheduler.running, self.stats)
+        plan = self.scheduler.plan(budgets)
+        for seq in plan.preempted:
+            self._forget(seq)
+            seq.metrics.preemptions += 1
+            self.preemptions += 1
+        for group, source, target in self.scheduler.apply(plan):
+            self.kv.copy_blocks(group, [(source, target)])
+        now = time.monotonic()
+        for seq in plan.admitted:
+            self.sampling.add(seq, bad_words_ids=self._bad_words(seq.params))
+            if seq.metrics.first_scheduled is None:
+                seq.metrics.first_scheduled = now
+        return plan
+
+    def _propose(self, plan: StepPlan) -> DraftTree:
+        """One tree per sampling share. Each drafter sees only its own shares; the policy then cuts what cannot pay."""
+        shares = tuple(s for s in plan.scheduled if s.samples)
+        by_drafter: dict[str, list[int]] = {}
+        for i, share in enumerate(shares):
+            if share.budget.drafter is not None and share.budget.nodes > 1:
+                by_drafter.setdefault(share.budget.drafter, []).append(i)
+        if not by_drafter:
+            return root_only([s.seq.tokens[-1] for s in shares])
+        drafting = {i for own in by_drafter.values() for i in own}
+        orders = [[i for i in range(len(shares)) if i not in drafting]]
+        parts = [root_only([shares[i].seq.tokens[-1] for i in orders[0]])]
+        for name, own in by_drafter.items():
+            begin = time.perf_counter()
+            parts.append(self.proposers[name].propose(tuple(shares[i] for i in own), self.sampling))
+            self.policy.drafted(name, time.perf_counter() - begin, len(own))
+            orders.append(own)
+        return self.policy.trim(merge(parts, orders), shares)
+
+    def _verify(self, plan: StepPlan, tree: DraftTree, forward: Forward) -> Verdict:
+        shares = tuple(s for s in plan.scheduled if s.samples)
+        return self.verifier.verify(tree, forward.logits, shares, self.sampling)
+
+    def _commit(
+        self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]
+    ) -> StepStats:
+        """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
+        shares = tuple(s for s in plan.scheduled if s.samples)
+        context = sum(s.seq.num_computed for s in shares)
+        self._take_prompt_logprobs(plan, forward)
+        self._compact(shares, verdict)
+        counts, accepted = verdict.num_committed.tolist(), verdict.num_accepted.tolist()
+        runs, finish, nodes = verdict.committed.tolist(), verdict.finish.tolist(), tree.num_nodes.tolist()
+        stats = StepStats(self._steps, len(plan.scheduled), sum(nodes) + sum(s.num_new for s in plan.scheduled) - len(shares), len(shares), context)
+        now, b = time.monotonic(), 0
+        for share in plan.scheduled:
+            if not share.samples:
+                share.seq.num_computed += share.num_new
+                self.scheduler.commit(share.seq)
+                continue
+            logprobs = verdict.logprobs[b] if verdict.logprobs is not None else None
+            state = self._requests[share.seq.request_id]
+            kept = state.feed(share.seq.choice, runs[b][: counts[b]], finish[b], logprobs)
+            self._append(share, kept, min(accepted[b], len(kept)), now)
+            self._count(stats, share, tree, b, nodes[b], min(accepted[b], len(kept)), len(kept))
+            if state.trace is not None:
+                state.trace.add(self._steps, share.seq, tree, verdict, b)
+            b += 1
+        self._observe(shares, tree, verdict)
+        self._settle(plan)
+        return self._finish_stats(stats, plan, clock)
+
+    # -- commit, in parts -------------------------------------------------------------------------------------------
+
+    def _append(self, share: Scheduled, kept: list[int], accepted: int, now: float) -> None:
+        """The sequence gains its tokens; sampling state and prefix cache follow it."""
+        seq = share.seq
+        seq.num_computed += share.num_new - 1
+        seq.append(kept, accepted)
+        self.sampling.commit(seq, kept)
+        self.scheduler.commit(seq)
+        if seq.metrics.first_token is None:
+            seq.metrics.first_token = now
+
+    def _compact(self, shares: tuple[Scheduled, ...], verdict: Verdict) -> None:
+        """Accepted nodes lie in cells root + node index; move those that are not already at root + depth."""
+        moves: list[tuple[int, int, int]] = []
+        paths, accepted = verdict.path.tolist(), verdict.num_accepted.tolist()
+        for share, path, count in zip(shares, paths, accepted, strict=True):
+            root = share.seq.num_computed
+            moves.extend((share.seq.request_slot, root + node, root + j + 1) for j, node in enumerate(path[:count]) if node != j + 1)
+        if moves:
+            self.kv.move_cells(self.scheduler.tables, moves)
+
+    @staticmethod
+    def _count(stats: StepStats, share: Scheduled, tree: DraftTree, b: int, nodes: int, accepted: int, committed: int) -> None:
+        seq, drafter = share.seq, tree.drafters[b] if tree.drafters else None
+        metrics = seq.metrics
+        metrics.steps += 1
+        metrics.generated += committed
+        stats.committed += committed
+        if drafter is not None and nodes > 1:
+            metrics.drafted += nodes - 1
+            metrics.accepted += accepted
+            stats.drafts[drafter] = stats.drafts.get(drafter, 0) + 1
+            stats.drafted[drafter] = stats.drafted.get(drafter, 0) + nodes - 1
+            stats.accepted[drafter] = stats.accepted.get(drafter, 0) + accepted
+            reached = stats.accepted_position.setdefault(drafter, [])
+            reached.extend([0] * (accepted - len(reached)))
+            for i in range(accepted):
+                reached[i] += 1
+
+    def _observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+        """Every drafter sees the trees it proposed; the policy sees all of them."""
+        for proposer in self.proposers.values():
+            proposer.observe(shares, tree, verdict)
+        self.policy.observe(shares, tree, verdict)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Free what finished sequences hold, and remember whose output moved."""
+        moved: dict[str, RequestState] = {}
+        for share in plan.scheduled:
+            seq = share.seq
+            if seq.finish_reason is not None and not seq.finished:
+                seq.metrics.finished = time.monotonic()
+                self._release(seq, self.scheduler.finish)
+            moved[seq.request_id] = self._requests[seq.request_id]
+        self._ready.extend(moved.values())
+
+    def _finish_stats(self, stats: StepStats, plan: StepPlan, clock: tuple[float, float, float]) -> StepStats:
+        start, drafted, forwarded = clock
+        end = time.perf_counter()
+        stats.draft_seconds = drafted - start
+        stats.forward_seconds = forwarded - drafted
+        stats.verify_seconds = end - forwarded
+        stats.step_seconds = end - start
+        stats.preempted = len(plan.preempted)
+        stats.skipped = self.policy.take_skipped()
+        stats.drafter_states = self.policy.states()
+        stats.gain = self.policy.gain()
+        self._steps += 1
+        for observer in self.observers:
+            observer(stats)
+        return stats
+
+    def _take_prompt_logprobs(self, plan: StepPlan, forward: Forward) -> None:
+        """Hand prompt rows to their requests, in plan order; a recomputed row is not counted twice."""
+        if forward.prompt_logits is None:
+            return
+        first = 0
+        for share in plan.scheduled:
+            seq, wanted = share.seq, share.seq.params.prompt_logprobs
+            if wanted is None or seq.choice != 0 or seq.num_computed >= seq.num_prompt - 1:
+                continue
+            count = min(share.num_new, seq.num_prompt - 1 - seq.num_computed)
+            state = self._requests[seq.request_id]
+            assert state.prompt_logprobs is not None
+            known = len(state.prompt_logprobs) - 1 - seq.num_computed  # rows already reported before a preemption
+            start = seq.num_computed + 1
+            rows = forward.prompt_logits[first : first + count]
+            state.prompt_logprobs.extend(prompt_logprobs(rows, seq.tokens[start : start + count], wanted)[max(known, 0) :])
+            first += count
+
+    def _release(self, seq: Sequence, how: Callable[[Sequence], None]) -> None:
+        """Let go of a sequence everywhere: drafters and sampling state first, blocks and request slot last."""
+        self._forget(seq)
+        how(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        for proposer in self.proposers.values():
+            proposer.reset(seq)
+        self.policy.reset(seq)
+        if seq.request_slot >= 0:
+            self.sampling.remove(seq.request_slot)
+
+    def collect(self) -> list[RequestOutput]:
+        """Outputs of the requests that moved; finished requests are forgotten here."""
+        outputs = []
+        for state in self._ready:
+            output = state.take()
+            if output is not None:
+                outputs.append(output)
+                if output.finished:
+                    self._requests.pop(state.request_id, None)
+        self._ready = []
+        return outputs
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of the bad words: as a word of its own and inside text (with and without a leading space)."""
+        words = params.bad_words or ()
+        return [ids for word in words for text in {word, " " + word.lstrip()} if (ids := self.tokenizer.encode(text))]
+
+    # -- gauges -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def oldest_wait_seconds(self) -> float:
+        return self.scheduler.oldest_wait(time.monotonic())
+
+    @property
+    def kv_usage(self) -> float:
+        return self.scheduler.kv_usage
+
+    @property
+    def prefix_queries(self) -> int:
+        return self.scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        return self.scheduler.prefix_hits
+
+    def close(self) -> None:
+        """Abort everything; the engine can be dropped afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.collect()

@@ -1,0 +1,196 @@
+"""`RequestState`: one admitted request, its choices, their text, and what has not been handed out yet."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from specdec.config import METHODS, TEST_METHODS, SamplingParams
+from specdec.errors import InvalidRequest, RequestTooLong
+from specdec.output import OutputText
+from specdec.sequence import Sequence
+from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from specdec.tokenizer import Tokenizer
+
+_OVERRIDES = ("method", "nodes", "depth", "width")
+
+
+def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Refuse what can never be served: empty or too long prompts, token ids outside [0, vocab_size)."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+    if len(prompt) >= max_model_len:
+        raise RequestTooLong(
+            f"the prompt has {len(prompt)} tokens but the context holds {max_model_len} including the output; shorten it", param="prompt"
+        )
+    named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": params.allowed_token_ids}
+    named["logit_bias"] = list(params.logit_bias or ())
+    for name, ids in named.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            raise InvalidRequest(f"{name}: token id {bad} is outside the vocabulary [0, {vocab_size})", param=name)
+
+
+def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) -> None:
+    """Refuse a per-request `speculation` that names unknown fields, or a drafter this engine does not have."""
+    if override is None:
+        return
+    if not isinstance(override, dict):
+        raise InvalidRequest("speculation must be an object like {'method': 'off'}", param="speculation")
+    unknown = sorted(set(override) - set(_OVERRIDES))
+    if unknown:
+        raise InvalidRequest(f"speculation: unknown field {unknown[0]!r}; allowed: {', '.join(_OVERRIDES)}", param="speculation")
+    method = override.get("method")
+    allowed = ("auto", "off", *methods)
+    if method is not None and method not in allowed:
+        known = method in METHODS + TEST_METHODS
+        why = "is not loaded in this engine" if known else "is unknown"
+        raise InvalidRequest(f"speculation method {method!r} {why}; allowed: {', '.join(allowed)}", param="speculation.method")
+    for name in ("nodes", "depth", "width"):
+        value = override.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64):
+            raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {value!r}", param=f"speculation.{name}")
+
+
+class RequestState:
+    """Choices of one request. `sequences[i]` and `texts[i]` belong to choice i; deltas collect until `take`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        arrival: float,
+        max_model_len: int,
+        eos_ids: frozenset[int],
+    ):
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.trace: Any = None
+        self.aborted = False
+        self.sequences = self._choices(arrival, max_model_len, eos_ids, tokenizer)
+        self.texts = [OutputText(tokenizer, prompt_ids, params) for _ in self.sequences]
+        self._tokens: list[list[int]] = [[] for _ in self.sequences]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in self.sequences]
+        self._told_finished = [False] * len(self.sequences)
+
+    def _choices(self, arrival: float, max_model_len: int, eos_ids: frozenset[int], tokenizer: Tokenizer) -> list[Sequence]:
+        params = self.params
+        seed = (secrets.randbits(64) if params.seed is None else params.seed) & (2**64 - 1)
+        limit = max_model_len if params.max_tokens is None else min(max_model_len, len(self.prompt_ids) + params.max_tokens)
+        ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
+        prediction = params.prediction or ()
+        if isinstance(prediction, str):
+            prediction = tokenizer.encode(prediction)
+        sequences: list[Sequence] = []
+        for choice in range(params.n):
+            metrics = RequestMetrics(arrival=arrival, prompt_tokens=len(self.prompt_ids))
+            sequences.append(
+                Sequence(
+                    request_id=self.request_id,
+                    tokens=list(self.prompt_ids),
+                    num_prompt=len(self.prompt_ids),
+                    params=params,
+                    seed=seed,
+                    max_total=limit,
+                    choice=choice,
+                    end_ids=ends,
+                    arrival=arrival,
+                    fork_of=sequences[0] if choice else None,
+                    metrics=metrics,
+                    prediction=tuple(prediction),
+                )
+            )
+        return sequences
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finished for s in self.sequences)
+
+    def feed(self, choice: int, run: list[int], finish: int, logprobs: tuple[TokenLogprobs, ...] | None) -> list[int]:
+        """Take one committed run (`finish`: 0 running, 1 ends in an end token, 2 length limit), token by token.
+
+        Returns the tokens kept: a stop string cuts the run at the token that completes it. Sets the finish reason on
+        the sequence; its status is the scheduler's business.
+        """
+        seq, text = self.sequences[choice], self.texts[choice]
+        kept = len(run)
+        for i, token in enumerate(run):
+            if text.push(token, ends=finish == 1 and i == len(run) - 1):
+                kept, finish = i + 1, 3
+                break
+        if finish in (1, 2) and text.close():
+            finish = 3
+        if finish == 1:
+            seq.finish_reason = "stop"
+            last = run[kept - 1]
+            seq.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
+        elif finish == 2:
+            seq.finish_reason = "length"
+        elif finish == 3:
+            seq.finish_reason, seq.stop_reason = "stop", text.stop_string
+        self._tokens[choice].extend(run[:kept])
+        if logprobs is not None:
+            self._logprobs[choice].extend(logprobs[:kept])
+        return run[:kept]
+
+    def abort(self) -> None:
+        """Mark every unfinished choice as aborted and release its text."""
+        self.aborted = True
+        for seq, text in zip(self.sequences, self.texts, strict=True):
+            if seq.finish_reason is None:
+                seq.finish_reason = "abort"
+                text.close()
+
+    def take(self) -> RequestOutput | None:
+        """The delta since the last call, or None when nothing changed that a client could see."""
+        outputs = []
+        for i, seq in enumerate(self.sequences):
+            text, done = self.texts[i].take(), seq.finish_reason is not None
+            if not text and not self._tokens[i] and (not done or self._told_finished[i]):
+                continue
+            self._told_finished[i] = done
+            outputs.append(
+                CompletionOutput(
+                    index=i,
+                    text=text,
+                    token_ids=self._tokens[i],
+                    finish_reason=seq.finish_reason,
+                    stop_reason=seq.stop_reason,
+                    logprobs=self._logprobs[i] if self.params.logprobs is not None else None,
+                )
+            )
+            self._tokens[i], self._logprobs[i] = [], []
+        finished = all(self._told_finished)
+        if not outputs:
+            return None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=outputs,
+            finished=finished,
+            metrics=self._metrics(),
+            prompt_logprobs=self.prompt_logprobs,
+            trace=self.trace,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        """Sums over the choices; times are the earliest start and the latest end."""
+        each = [s.metrics for s in self.sequences]
+        total = RequestMetrics(arrival=each[0].arrival, prompt_tokens=len(self.prompt_ids), cached_tokens=each[0].cached_tokens)
+        total.first_scheduled = min((m.first_scheduled for m in each if m.first_scheduled is not None), default=None)
+        total.first_token = min((m.first_token for m in each if m.first_token is not None), default=None)
+        if self.finished or self.aborted:
+            total.finished = max((m.finished for m in each if m.finished is not None), default=None)
+        for name in ("generated", "steps", "drafted", "accepted", "preemptions"):
+            setattr(total, name, sum(getattr(m, name) for m in each))
+        return total
