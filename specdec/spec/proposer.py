@@ -5,22 +5,54 @@ Proposals have no side effects on the batch, and may be wrong in any way: verifi
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from specdec.types import DraftTree, Forward, Scheduled, Verdict
+import torch
+
+from specdec.config import SpecConfig
+from specdec.types import DraftTree, Scheduled, Verdict
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """Everything a drafter may be built from. The engine fills what it has; a drafter refuses what it misses.
+
+    vocab_size: target vocabulary; drafts stay below it. max_model_len: target limit in tokens.
+    tokenize: text → target ids without special tokens, for corpus files.
+    oracle: future tokens of a sequence after those it holds (any number, may be empty), for the test drafters.
+    kv: the target's KV cache, where a draft model attaches its own.
+    load: checkpoint name → loaded model (`models.load`), for draft_model.
+    """
+
+    config: SpecConfig
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int = 32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tokenize: Callable[[str], list[int]] | None = None
+    oracle: Callable[[Sequence], Seq[int]] | None = None
+    kv: Any = None
+    load: Callable[[str], Any] | None = None
+
+
 @runtime_checkable
 class Proposer(Protocol):
-    """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets."""
+    """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
+
+    max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
+    """
 
     name: str
     needs_hidden: bool  # wants `Forward.taps` of every row, prefill included
+    max_len: int | None
 
     def propose(self, shares: tuple[Scheduled, ...], sampling: SamplingState) -> DraftTree:
         """Trees for `shares`, in order; a root-only tree where it has nothing. Never exceeds the budgets."""
@@ -35,14 +67,15 @@ class Proposer(Protocol):
         ...
 
 
-_REGISTRY: dict[str, Callable[..., Proposer]] = {}
+Factory = Callable[[DrafterContext], Proposer]
+_FACTORIES: dict[str, Factory] = {}  # filled by `register` when a drafter's module is imported, read-only after
 
 
-def register(name: str) -> Callable[[Callable[..., Proposer]], Callable[..., Proposer]]:
-    """Class decorator: `@register("ngram")`. The factory takes (SpecConfig, context) keyword arguments it needs."""
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Class decorator: `@register("ngram")`. The factory takes one `DrafterContext`."""
 
-    def add(factory: Callable[..., Proposer]) -> Callable[..., Proposer]:
-        _REGISTRY[name] = factory
+    def add(factory: Factory) -> Factory:
+        _FACTORIES[name] = factory
         return factory
 
     return add
@@ -50,9 +83,33 @@ def register(name: str) -> Callable[[Callable[..., Proposer]], Callable[..., Pro
 
 def registered() -> tuple[str, ...]:
     """Names known so far, in order of registration."""
-    return tuple(_REGISTRY)
+    return tuple(_FACTORIES)
 
 
-def create(name: str, **context: object) -> Proposer:
+def create(name: str, context: DrafterContext) -> Proposer:
     """Build the drafter `name`; KeyError when it is not registered."""
-    return _REGISTRY[name](**context)
+    return _FACTORIES[name](context)
+
+
+BUILT_IN = {  # name -> module that registers it, imported when first asked for
+    "ngram": "specdec.spec.ngram",
+    "suffix": "specdec.spec.suffix",
+    "draft_model": "specdec.spec.draft_model",
+    "oracle": "specdec.spec.testing",
+    "wrong": "specdec.spec.testing",
+    "mix": "specdec.spec.testing",
+}
+HOST_DRAFTERS = ("ngram", "suffix")  # what method="auto" chooses from without a draft head
+
+
+def create_for(context: DrafterContext) -> dict[str, Proposer]:
+    """The drafters that `context.config.method` asks for, by name.
+
+    Raises ConfigError where one cannot be built from the context; KeyError for a method nobody registered.
+    """
+    method = context.config.method
+    names: Seq[str] = () if method == "off" else HOST_DRAFTERS if method == "auto" else (method,)
+    for name in names:
+        if name not in _FACTORIES and name in BUILT_IN:
+            importlib.import_module(BUILT_IN[name])
+    return {name: create(name, context) for name in names}
