@@ -1,0 +1,58 @@
+"""Attention over the paged KV cache: project, rotate and write K and V, attend along positions or ancestors, project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specdec import ops
+from specdec.layers.linear import Linear
+from specdec.layers.rotary import Rotary
+from specdec.types import Batch
+
+
+class KVStore(Protocol):
+    """The part of the KV cache the model sees. Layers by index in the model."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """(K, V) of one layer, each [NB, block_size, nkv, hd]."""
+        ...
+
+    def group_of(self, index: int) -> int:
+        """KV group of a layer: which block table and slot mapping of the batch it uses."""
+        ...
+
+
+@dataclass(slots=True)
+class Attention:
+    """Grouped-query attention of one layer. qkv: [H] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full."""
+
+    layer: int
+    qkv: Linear
+    out: Linear
+    rotary: Rotary
+    scale: float
+    window: int | None = None
+
+    def __call__(self, x: Tensor, batch: Batch, kv: KVStore) -> Tensor:
+        """[T, H] -> [T, H]; writes this step's K and V at the batch's slots before attending."""
+        group = kv.group_of(self.layer)
+        k_cache, v_cache = kv.layer(self.layer)
+        slots = batch.slot_mapping[group]
+        q = ops.rope_write_kv(self.qkv(x), batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots)
+        mixed = ops.tree_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_tables[group],
+            batch.cu_query,
+            batch.ctx_lens,
+            batch.tree_len,
+            batch.tree_mask,
+            batch.positions,
+            scale=self.scale,
+            window=self.window,
+        )
+        return self.out(mixed)

@@ -1,0 +1,132 @@
+"""`Weights`: tensors of a checkpoint by Hugging Face name, checked for presence and shape as the model asks for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from specdec.errors import UnsupportedCheckpoint
+from specdec.jsonfile import read_json
+from specdec.layers.linear import RawWeight
+
+# Old checkpoints carry RoPE tables as buffers; they follow from the config.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+class Weights(Protocol):
+    """Where a model takes its tensors from. `origin` names it in errors."""
+
+    origin: str
+
+    def names(self) -> Iterable[str]:
+        """Every tensor name the source holds."""
+        ...
+
+    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
+        """The tensor, on the CPU; UnsupportedCheckpoint naming the tensor when it is absent or has another shape."""
+        ...
+
+
+def missing(origin: str, name: str, shape: tuple[int, ...]) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(f"{origin}: tensor {name} {list(shape)} is missing; the checkpoint is incomplete")
+
+
+def wrong_shape(origin: str, name: str, found: Iterable[int], shape: tuple[int, ...]) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(f"{origin}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+
+
+def check_all_used(weights: Weights, used: set[str], *, tied: bool) -> None:
+    """Refuse a checkpoint with tensors the model did not take: running without them would be another model."""
+    extra = {n for n in weights.names() if n not in used and not n.endswith(_IGNORED_SUFFIXES)}
+    if tied:
+        extra.discard("lm_head.weight")  # a copy of the embedding in some exports
+    if extra:
+        some = ", ".join(sorted(extra)[:4]) + (", …" if len(extra) > 4 else "")
+        raise UnsupportedCheckpoint(f"{weights.origin}: {len(extra)} tensors do not belong to this architecture: {some}")
+
+
+class SafetensorsWeights:
+    """One or several safetensors files of a directory, memory-mapped. Raises UnsupportedCheckpoint naming the bad file."""
+
+    def __init__(self, directory: Path):
+        self.origin = str(directory)
+        self._where: dict[str, Any] = {}
+        for file, names in self._files(directory).items():
+            handle = _open(file)
+            held = set(handle.keys())
+            for name in held if names is None else names:
+                if name not in held:
+                    raise UnsupportedCheckpoint(f"{file}: tensor {name} is listed in the index and not in the file")
+                self._where[name] = handle
+
+    @staticmethod
+    def _files(directory: Path) -> Mapping[Path, list[str] | None]:
+        index = directory / "model.safetensors.index.json"
+        if not index.is_file():
+            files = sorted(directory.glob("*.safetensors"))
+            if not files:
+                raise UnsupportedCheckpoint(f"{directory}: no *.safetensors file (other weight formats: convert to safetensors first)")
+            single = [f for f in files if f.name == "model.safetensors"] or files
+            return {file: None for file in single}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UnsupportedCheckpoint(f"{index}: weight_map is missing")
+        by_file: dict[Path, list[str]] = {}
+        for name, file in weight_map.items():
+            by_file.setdefault(directory / Path(str(file)).name, []).append(name)
+        return by_file
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
+        if name not in self._where:
+            raise missing(self.origin, name, shape)
+        found = self._where[name].get_slice(name).get_shape()
+        if tuple(found) != shape:
+            raise wrong_shape(self.origin, name, found, shape)
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UnsupportedCheckpoint(
+                f"{self.origin}: tensor {name} has dtype {tensor.dtype}; float32, float16 and bfloat16 are supported"
+            )
+        return tensor
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise UnsupportedCheckpoint(f"{file}: this shard of the checkpoint is missing") from None
+    except (SafetensorError, OSError) as err:
+        raise UnsupportedCheckpoint(f"{file}: not a readable safetensors file (corrupt or truncated): {err}") from err
+
+
+class DummyWeights:
+    """Seeded random weights for any shape asked for (`load_format="dummy"`): speed and memory tests without a checkpoint.
+
+    Standard deviation 0.02·√(768 / in), so activations stay finite at any width; norms are 1, biases 0.
+    """
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32):
+        self.origin = "dummy weights"
+        self._seed = seed
+        self._dtype = dtype
+
+    def names(self) -> Iterable[str]:
+        return ()
+
+    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype)
+        if len(shape) == 1:
+            return torch.zeros(shape, dtype=self._dtype)
+        key = int.from_bytes(hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(key)
+        return torch.randn(shape, generator=generator).mul_(0.02 * (768 / shape[1]) ** 0.5).to(self._dtype)
