@@ -21,8 +21,8 @@ class _Store:
     """K and V of `num_layers` layers in one allocation `[layers, 2, NB, bs, nkv, hd]`, zeroed: a slot that was never
     written must not hold a NaN, which would survive the multiplication with a masked weight of 0."""
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.data = torch.zeros((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device)
+    def __init__(self, num_layers: int, layer_shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+        self.data = torch.zeros((num_layers, 2, *layer_shape), dtype=dtype, device=device)
         self.keys = [self.data[i, 0] for i in range(num_layers)]
         self.values = [self.data[i, 1] for i in range(num_layers)]
 
@@ -87,13 +87,14 @@ class KVCache:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self._layer_group = list(layer_group) if layer_group is not None else [g for g, group in enumerate(groups) for _ in range(group.num_layers)]
-        self._layer_in_group = list(layer_in_group) if layer_in_group is not None else [i for group in groups for i in range(group.num_layers)]
+        in_order = [(g, i) for g, group in enumerate(groups) for i in range(group.num_layers)]
+        self._layer_group = [g for g, _ in in_order] if layer_group is None else list(layer_group)
+        self._layer_in_group = [i for _, i in in_order] if layer_in_group is None else list(layer_in_group)
         self._stores = [self._store(g, group.num_layers, group.num_kv_heads, group.head_dim, dtype) for g, group in enumerate(groups)]
         self._companions: dict[str, tuple[int, _Store, Companion]] = {}
 
     def _store(self, group: int, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> _Store:
-        return _Store(layers, self.num_blocks[group], self.block_size, heads, head_dim, dtype, self.device)
+        return _Store(layers, (self.num_blocks[group], self.block_size, heads, head_dim), dtype, self.device)
 
     def group_of(self, layer: int) -> int:
         """KV group of a model layer."""
@@ -122,7 +123,15 @@ class KVCache:
                     companion.copied(a, b)
 
     def attach(
-        self, name: str, pool: BlockPool, num_layers: int, num_kv_heads: int, head_dim: int, *, group: int = 0, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        pool: BlockPool,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        group: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Companion:
         """Add a companion to `group`, whose block ids come from `pool`. ConfigError when the name is taken."""
         if name in self._companions:

@@ -35,6 +35,10 @@ class Ledger:
         for g in range(len(self.free)):
             self.free[g] += n
 
+    def __contains__(self, seq: object) -> bool:
+        """The sequence runs and is not preempted."""
+        return seq in self._length
+
     def length(self, seq: Sequence) -> int:
         """Blocks in each of the sequence's tables so far."""
         return self._length[seq]

@@ -64,7 +64,7 @@ class BlockPool:
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with reference count 1 and undefined content. Raises OutOfBlocks, changing nothing, when fewer are left."""
         if n > self.num_free:
-            raise OutOfBlocks(f"KV group {self.name!r}: {n} blocks wanted, {self.num_free} of {self.capacity} are free", param="num_kv_blocks")
+            raise OutOfBlocks(f"KV group {self.name!r}: {n} blocks wanted, {self.num_free} of {self.capacity} free", param="num_kv_blocks")
         out = []
         for _ in range(n):
             if self._free:

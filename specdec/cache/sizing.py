@@ -98,10 +98,12 @@ def size_pool(
     return PoolSize(blocks(_largest(1, longest, lambda n: affordable(n, longest)), longest), longest)
 
 
-def _too_small(sizes: tuple[int, ...], per_block: list[int], wanted: int, longest: int, budget: int, num_kv_blocks: int | None) -> ConfigError:
-    have = f"num_kv_blocks is {num_kv_blocks}" if num_kv_blocks is not None else f"kv_cache_bytes is {budget}"
-    need = f"{max(sizes)} blocks" if num_kv_blocks is not None else f"{sum(n * b for n, b in zip(sizes, per_block, strict=True))} bytes"
-    return ConfigError(
-        f"one sequence of max_model_len={wanted} tokens needs {need} of KV cache, but {have}; raise it, or lower max_model_len to {max(longest, 0)} or less",
-        param="num_kv_blocks" if num_kv_blocks is not None else "kv_cache_bytes",
-    )
+def _too_small(
+    sizes: Sequence[int], per_block: list[int], wanted: int, longest: int, budget: int, num_kv_blocks: int | None
+) -> ConfigError:
+    if num_kv_blocks is not None:
+        name, have, need = "num_kv_blocks", num_kv_blocks, max(sizes)
+    else:
+        name, have, need = "kv_cache_bytes", budget, sum(n * b for n, b in zip(sizes, per_block, strict=True))
+    remedy = f"raise it to {need}" + (f" or lower max_model_len to {longest}" if longest > 1 else "")
+    return ConfigError(f"one sequence of max_model_len={wanted} tokens does not fit {name}={have}; {remedy}", param=name)

@@ -45,6 +45,20 @@ class BlockTables:
             pool.incref(reuse.blocks[g])
             self._rows[g, seq.request_slot, : len(reuse.blocks[g])] = reuse.blocks[g]
 
+    def fork(self, parent: Sequence, num_tokens: int) -> Reuse | None:
+        """Reuse of the first `num_tokens` computed tokens of a running sequence. Whole blocks are shared; a partial tail block
+        is copied, since both sides will write to it. None when a sliding group has already given up a block it needs."""
+        whole, stop = num_tokens // self.block_size, blocks_for(num_tokens, self.block_size)
+        blocks, tail = [], []
+        for g, group in enumerate(self.groups):
+            table = parent.block_tables[g]
+            first = min(first_visible(group, num_tokens) // self.block_size, whole)
+            if NULL_BLOCK in table[first:stop]:
+                return None
+            blocks.append((NULL_BLOCK,) * first + tuple(table[first:whole]))
+            tail.extend(table[whole:stop])
+        return Reuse(num_tokens, tuple(blocks), tuple(tail))
+
     def trim(self, seq: Sequence, num_slots: int) -> None:
         """Give back the blocks beyond `num_slots` slots: lookahead the next step does not need."""
         keep = blocks_for(num_slots, self.block_size)
@@ -96,7 +110,9 @@ class BlockTables:
             for s in seqs:
                 table = s.block_tables[g]
                 row = self._rows[g, s.request_slot]
-                assert row[: len(table)].tolist() == table and not row[len(table) :].any(), f"{s.request_id}: row and table of {pool.name} differ"
+                assert row[: len(table)].tolist() == table and not row[len(table) :].any(), (
+                    f"{s.request_id}: row and table of {pool.name} differ"
+                )
                 for block in table[s.num_computed // self.block_size :]:
                     writable = pool.refs(block) == 1 and not pool.is_cached(block)
                     assert writable, f"{s.request_id}: block {block} of {pool.name} may be written while shared or cached"

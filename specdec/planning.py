@@ -1,0 +1,178 @@
+"""The deciding half of the scheduler: pure functions from a `Roster` (who runs, who waits, on what) to a `StepPlan`.
+
+Policy: every running sequence first, oldest arrival first: decode rows, then chunks of unfinished prefills, then drafts, then
+admissions in order of arrival. When blocks run out drafts shrink to none, then chunks shrink, and only then is the most
+recently arrived sequence preempted: it loses its blocks, keeps its tokens, and is the first to be admitted again.
+Why there is always progress: the oldest sequence is never preempted, everybody else's blocks are available to it, and what
+does not fit alone is refused on arrival. A sequence that no younger one can make room for holds its blocks and waits a step.
+Source: reference §9.3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from specdec.budget import clip, fair_cap, shrink
+from specdec.cache.ledger import Ledger
+from specdec.cache.pool import BlockPool
+from specdec.cache.prefix import PrefixCache, Reuse
+from specdec.cache.sizing import blocks_for, least_blocks
+from specdec.cache.tables import BlockTables
+from specdec.sequence import Sequence, Status
+from specdec.types import NO_DRAFT, KVGroup, Scheduled, SpecBudget, StepPlan
+
+Budgets = Mapping[Sequence, SpecBudget]
+
+
+@dataclass(slots=True)
+class Roster:
+    """What plans are made from. Only the scheduler changes it.
+
+    max_rows: rows per step, drafts included. max_running: at most `max_rows`, so that everybody running gets a row.
+    order: arrival rank of every unfinished sequence; `running` and `preempted` are sorted by it, `waiting` is by nature.
+    """
+
+    groups: tuple[KVGroup, ...]
+    pools: tuple[BlockPool, ...]
+    tables: BlockTables
+    prefix: PrefixCache
+    block_size: int
+    max_model_len: int
+    max_rows: int
+    max_running: int
+    running: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    waiting: OrderedDict[Sequence, None] = field(default_factory=OrderedDict)
+    order: dict[Sequence, int] = field(default_factory=dict)
+
+    def queue(self) -> Iterator[Sequence]:
+        """Who waits, in order of admission."""
+        return chain(self.preempted, self.waiting)
+
+    def ready(self, seq: Sequence) -> bool:
+        """False while a sibling is about to compute the prompt that this choice will share."""
+        parent = seq.fork_of
+        if parent is None or parent not in self.order or parent.status is Status.PREEMPTED:
+            return True
+        return parent.status is Status.RUNNING and parent.num_computed >= seq.num_prompt - 1
+
+    def reuse(self, seq: Sequence) -> Reuse:
+        """KV that exists for the beginning of a waiting sequence: its sibling's prompt, else the prefix cache's."""
+        parent = seq.fork_of
+        if parent is not None and parent.status is Status.RUNNING:
+            shared = self.tables.fork(parent, seq.num_prompt - 1)
+            if shared is not None:
+                return shared
+        if seq.params.prompt_logprobs is not None and seq.choice == 0 and seq.num_output == 0:
+            return Reuse(0, ((),) * len(self.groups))  # every prompt row must run
+        return self.prefix.match(seq)
+
+
+def make_plan(roster: Roster, budget_of: Budgets) -> StepPlan:
+    """The next step. budget_of: what the policy allows each decoding sequence; absent means no draft."""
+    ledger = Ledger(roster.pools, roster.block_size, roster.running)
+    decode = [s for s in roster.running if s.decoding]
+    prefill = [s for s in roster.running if not s.decoding]
+    budgets = _fit_rows(roster, decode, prefill, budget_of)
+    rows = roster.max_rows - len(decode) - sum(b.nodes - 1 for b in budgets.values())
+    shares, preempted, held = _plan_running(roster, ledger, decode + prefill, rows)
+    budgets = {s: _fit_blocks(roster, ledger, s, b) for s, b in budgets.items() if s in shares}
+    rows = roster.max_rows - sum(shares.values()) - sum(b.nodes - 1 for b in budgets.values())
+    admitted = {} if preempted or held else _plan_admissions(roster, ledger, shares, rows)
+    scheduled = [Scheduled(s, n, s.num_computed + n == len(s.tokens), budgets.get(s, NO_DRAFT)) for s, n in shares.items()]
+    scheduled += [Scheduled(s, n, start + n == len(s.tokens)) for s, (start, n) in admitted.items()]
+    return StepPlan(tuple(scheduled), tuple(preempted), tuple(admitted))
+
+
+def _fit_rows(roster: Roster, decode: list[Sequence], prefill: list[Sequence], budget_of: Budgets) -> dict[Sequence, SpecBudget]:
+    """Drafts that fit the rows. While prompts wait, drafts leave them half of what the decode rows leave, if they need it."""
+    budgets = {s: clip(budget_of.get(s, NO_DRAFT), s, roster.max_model_len) for s in decode}
+    spare = roster.max_rows - len(decode)
+    wanted = sum(len(s.tokens) - s.num_computed for s in prefill)
+    places = roster.max_running - len(roster.running)
+    wanted += sum(len(s.tokens) for s in islice(roster.queue(), max(0, places)))
+    reserved = max(len(prefill), min(wanted, spare // 2))  # at least a row for everybody who is running
+    cap = fair_cap([b.nodes - 1 for b in budgets.values()], spare - reserved)
+    return {s: shrink(b, 1 + cap) for s, b in budgets.items()}
+
+
+def _fit_blocks(roster: Roster, ledger: Ledger, seq: Sequence, budget: SpecBudget) -> SpecBudget:
+    """`budget`, cut to the blocks the sequence has anyway when there are no others for its lookahead."""
+    if ledger.charge(seq, seq.num_computed + budget.nodes):
+        return budget
+    return shrink(budget, ledger.length(seq) * roster.block_size - seq.num_computed)
+
+
+def _plan_running(roster: Roster, ledger: Ledger, seqs: list[Sequence], rows: int) -> tuple[dict[Sequence, int], list[Sequence], bool]:
+    """Rows without drafts for the running sequences; who is preempted for them; whether anybody got nothing for want of
+    blocks. seqs: decoding ones first, each kind by arrival. rows: for prefills, at least one for each."""
+    shares: dict[Sequence, int] = {}
+    alive = list(roster.running)
+    held = False
+    unserved = sum(not s.decoding for s in seqs)
+    for seq in seqs:
+        unserved -= not seq.decoding
+        if seq not in ledger:
+            continue
+        if not _make_room(ledger, seq, alive, shares):
+            held = True
+            continue
+        want = 1 if seq.decoding else min(len(seq.tokens) - seq.num_computed, rows - unserved)
+        shares[seq] = n = min(want, ledger.reach(seq) - seq.num_computed)
+        ledger.charge(seq, seq.num_computed + n)
+        rows -= 0 if seq.decoding else n
+    return shares, roster.running[len(alive) :], held
+
+
+def _make_room(ledger: Ledger, seq: Sequence, alive: list[Sequence], shares: dict[Sequence, int]) -> bool:
+    """Preempt the youngest of `alive` until `seq` can have one more slot; False when it is itself the youngest."""
+    while ledger.reach(seq) <= seq.num_computed:
+        if alive[-1] is seq:
+            return False
+        victim = alive.pop()
+        ledger.release(victim)
+        shares.pop(victim, None)
+    return True
+
+
+def _plan_admissions(roster: Roster, ledger: Ledger, shares: Mapping[Sequence, int], rows: int) -> dict[Sequence, tuple[int, int]]:
+    """Sequences to admit -> (first token to compute, number of tokens).
+
+    The head of the queue waits until all its present tokens will fit beside what running prefills still need and one spare
+    block for each running sequence: admitting earlier would only lead to preemption. Nobody overtakes it, except that
+    choices waiting for their sibling's prompt are passed over.
+    """
+    admitted: dict[Sequence, tuple[int, int]] = {}
+    spare = [free - sum(_outstanding(roster, ledger, s, g) for s in shares) for g, free in zip(roster.groups, ledger.free, strict=True)]
+    for seq in roster.queue():
+        busy = len(roster.running) + len(admitted)
+        if rows < 1 or busy >= roster.max_running:
+            break
+        if not roster.ready(seq):
+            continue
+        reuse = roster.reuse(seq)
+        need = [taken + new for taken, new in zip(ledger.cost(reuse), _new_blocks(roster, seq, reuse), strict=True)]
+        if any(have - busy < n for have, n in zip(spare, need, strict=True)):
+            break
+        ledger.adopt(seq, reuse)
+        n = min(len(seq.tokens) - reuse.num_tokens, rows, ledger.reach(seq) - reuse.num_tokens)
+        ledger.charge(seq, reuse.num_tokens + n)
+        rows -= n
+        spare = [have - n_blocks for have, n_blocks in zip(spare, need, strict=True)]
+        admitted[seq] = (reuse.num_tokens, n)
+    return admitted
+
+
+def _new_blocks(roster: Roster, seq: Sequence, reuse: Reuse) -> list[int]:
+    """Per group, the blocks a sequence needs beyond the reused ones to compute its present tokens; at least one."""
+    shared = [sum(block != 0 for block in blocks) for blocks in reuse.blocks]
+    return [least_blocks(g, len(seq.tokens), roster.block_size) - n for g, n in zip(roster.groups, shared, strict=True)]
+
+
+def _outstanding(roster: Roster, ledger: Ledger, seq: Sequence, group: KVGroup) -> int:
+    """Blocks a running prefill still needs to compute its present tokens (for sliding groups an upper bound)."""
+    missing = max(0, blocks_for(len(seq.tokens), roster.block_size) - ledger.length(seq))
+    return min(least_blocks(group, len(seq.tokens), roster.block_size), missing)
