@@ -21,7 +21,7 @@ from specdec.config import EngineConfig
 from specdec.errors import InvalidRequest, QueueFull, RequestTooLong
 from specdec.planning import Roster, make_plan
 from specdec.sequence import Sequence, Status
-from specdec.types import KVGroup, Scheduled, SpecBudget, StepPlan
+from specdec.types import KVGroup, SpecBudget, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ RANKS = {
     "logprobs": 6,
     "request": 7,
     "spec": 7,
+    "budget": 7,
+    "planning": 7,
     "scheduler": 7,
     "runner": 7,
     "batch": 8,
