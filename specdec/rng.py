@@ -21,8 +21,6 @@ sequence had when the step began, which no two steps of a sequence share.
 
 from __future__ import annotations
 
-import secrets
-
 TARGET = 0
 DRAFT = 1
 ACCEPT = 2
@@ -39,8 +37,3 @@ def draft_purpose(depth: int) -> int:
 def to_key(seed: int) -> int:
     """A user's seed in [-2**63, 2**64) as the int64 (two's complement) that tensors hold; equal modulo 2**64."""
     return ((seed + 2**63) % 2**64) - 2**63
-
-
-def fresh_seed() -> int:
-    """A key for a request without a seed: 64 bits from the operating system, as int64."""
-    return to_key(secrets.randbits(64))

@@ -1,0 +1,103 @@
+"""`RowInfo`: what each row of target logits is — whose, which node, after which path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from specdec.types import DraftTree
+
+
+class RowInfo:
+    """The R rows of B trees, in plan order, node order within a tree. Tensors are made on first use, on `device`.
+
+    request_slots: of the B sequences, on the host. A row's *position* is that of the token it produces: a node of depth d in
+    a sequence of n tokens (the root is number n - 1) produces token n + d.
+    """
+
+    def __init__(self, tree: DraftTree, request_slots: list[int], device: torch.device):
+        self.tree = tree
+        self.request_slots = request_slots
+        self.device = device
+        self.root_only = tree.tokens.shape[1] == 1
+        self.counts: list[int] = [1] * len(request_slots) if self.root_only else tree.num_nodes.tolist()
+        self.num_rows = sum(self.counts)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[B] i64 request slots."""
+        return torch.tensor(self.request_slots, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[B] i64, the row of each root."""
+        counts = torch.tensor(self.counts, dtype=torch.int64, device=self.device)
+        return counts.cumsum(0) - counts
+
+    @cached_property
+    def seq(self) -> Tensor:
+        """[R] i64, index into the B sequences."""
+        each = torch.arange(len(self.counts), device=self.device)
+        counts = torch.tensor(self.counts, dtype=torch.int64, device=self.device)
+        return each if self.root_only else each.repeat_interleave(counts, output_size=self.num_rows)
+
+    @cached_property
+    def node(self) -> Tensor:
+        """[R] i64."""
+        rows = torch.arange(self.num_rows, device=self.device)
+        return torch.zeros_like(rows) if self.root_only else rows - self.starts[self.seq]
+
+    def _flat(self, values: Tensor) -> Tensor:
+        return values.to(self.device)[self.seq, self.node]
+
+    @cached_property
+    def token(self) -> Tensor:
+        """[R] i64, the node's own token."""
+        return self._flat(self.tree.tokens)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """[R] i64."""
+        return self.node if self.root_only else self._flat(self.tree.depth)
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Of all nodes; read on the host, where builders leave the tree."""
+        return 0 if self.root_only else int(self.tree.depth.max())
+
+    @cached_property
+    def parent(self) -> Tensor:
+        """[R] i64, row of the parent; a root's is itself."""
+        return self.starts[self.seq] + self._flat(self.tree.parents).clamp(min=0)
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """[R] i64, request slot."""
+        return self.slots if self.root_only else self.slots[self.seq]
+
+    @cached_property
+    def path_tokens(self) -> Tensor:
+        """[R, max_depth] i64: draft tokens from depth 1 down to the node itself, -1 beyond its depth."""
+        columns = torch.full((self.num_rows, self.max_depth + 1), -1, dtype=torch.int64, device=self.device)
+        current = torch.arange(self.num_rows, device=self.device)
+        for up in range(self.max_depth):
+            # what lies above the root lands in column 0, which is dropped
+            columns.scatter_(1, (self.depth - up).clamp(min=0)[:, None], self.token[current][:, None])
+            current = self.parent[current]
+        return columns[:, 1:]
+
+    def of(self, request_slots: Collection[int]) -> slice | Tensor | None:
+        """Index of the rows whose sequence is in `request_slots`: None if there is none, a full slice if all are."""
+        hit = [slot in request_slots for slot in self.request_slots]
+        if not any(hit):
+            return None
+        if all(hit):
+            return slice(None)
+        rows, first = [], 0
+        for inside, count in zip(hit, self.counts, strict=True):
+            rows.extend(range(first, first + count) if inside else ())
+            first += count
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)

@@ -1,0 +1,257 @@
+"""`SamplingState`: the sampling parameters of all running sequences, and the processing of logits at every tree node.
+
+Everything is an array indexed by request slot. `process` turns target logits into *scores*, whose argmax (with noise, if the
+request samples) is the next token, with the history of each row's own path:
+
+    token mask (grammar) → allowed_token_ids → bad_words → min_tokens → logit_bias → repetition, frequency, presence
+    penalties → temperature → min_p → top_k → top_p → typical_p
+
+Greedy rows stop before the temperature: truncation cannot change an argmax. Repetition looks at prompt and output,
+frequency and presence at the output alone, bad words at the output alone, all including the draft tokens above the row.
+A row's scores depend on its own logits and its own request only, bit for bit; a feature costs the rows that use it, and
+when nobody uses any the logits are returned as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from specdec import truncation
+from specdec.rng import to_key
+from specdec.rows import RowInfo
+from specdec.sequence import Sequence
+
+_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+_FEATURES = ("allowed", "bad_words", "min_tokens", "bias", "penalty", "noise", "temperature", "min_p", "top_k", "top_p", "typical_p")
+
+
+class SamplingState:
+    """Device state of `max_num_seqs` request slots for a vocabulary of V tokens.
+
+    `add` when a sequence gets its request slot (its tokens may already hold output, after preemption), `commit` after its tokens
+    grew, `remove` when it leaves. Wide tables ([S, V]) exist only once a request needs them. Token ids are in [0, V).
+
+    Arrays, S = max_num_seqs: temperature, min_p, top_p, typical_p, repetition, frequency, presence [S] f32; top_k [S] i64 (V = off);
+    seed, choice, length (tokens so far), min_total, max_total [S] i64; noisy [S] bool; end_ids [S, E] i64, padded with -1.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, max_stop_ids: int = 4, device: torch.device | str = "cpu"):
+        self.max_num_seqs, self.vocab_size, self.device = max_num_seqs, vocab_size, torch.device(device)
+        self.temperature, self.min_p, self.top_p, self.typical_p, self.repetition, self.frequency, self.presence = (
+            torch.full((max_num_seqs,), value, device=self.device) for value in _NEUTRAL.values()
+        )
+        self.top_k, self.seed, self.choice, self.length, self.min_total, self.max_total = (
+            torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device) for _ in range(6)
+        )
+        self.noisy = torch.zeros(max_num_seqs, dtype=torch.bool, device=self.device)
+        self.end_ids = self._table((max(max_stop_ids, 1),), torch.int64, -1)
+        self._uses: dict[str, set[int]] = {name: set() for name in _FEATURES}
+        self._top_k: dict[int, int] = {}
+        self._allowed = self._table((0,), torch.bool, True)  # [S, V] once needed
+        self._counts = self._table((0,), torch.int32, 0)  # [S, V] occurrences in the output
+        self._prompted = self._table((0,), torch.bool, False)  # [S, V] occurs in the prompt
+        self._bias_ids, self._bias = self._table((0,), torch.int64, 0), self._table((0,), torch.float32, 0.0)  # [S, W]
+        self._bad_prefix = self._table((0, 0), torch.int64, -1)  # [S, W, L] right-aligned, -1 = matches anything
+        self._bad_last = self._table((0,), torch.int64, -1)  # [S, W], -1 = no word
+        self._tail = self._table((0,), torch.int64, -2)  # [S, L] newest output tokens, right-aligned
+
+    def _table(self, shape: tuple[int, ...], dtype: torch.dtype, fill: float) -> Tensor:
+        return torch.full((self.max_num_seqs, *shape), fill, dtype=dtype, device=self.device)
+
+    def _grown(self, table: Tensor, shape: tuple[int, ...], fill: float, *, right: bool = False) -> Tensor:
+        """`table` with every dimension after the first at least as in `shape`; old entries stay (at the right end of the last)."""
+        target = tuple(max(a, b) for a, b in zip(table.shape[1:], shape, strict=True))
+        if target == tuple(table.shape[1:]):
+            return table
+        new = self._table(target, table.dtype, fill)
+        where = tuple(slice(0, n) for n in table.shape)
+        if right and table.shape[-1]:
+            where = (*where[:-1], slice(target[-1] - table.shape[-1], None))
+        if table.numel():
+            new[where] = table
+        return new
+
+    def _ids(self, values: Collection[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+    # -- life of a sequence -----------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, bad_words_ids: Seq[Seq[int]] = ()) -> None:
+        """Take over `seq.request_slot` for `seq`. bad_words_ids: its `bad_words` as token sequences (empty ones are ignored)."""
+        p, slot = seq.params, seq.request_slot
+        self.remove(slot)
+        numbers = {"temperature": p.temperature or 1.0, "min_p": p.min_p, "top_p": p.top_p, "typical_p": p.typical_p}
+        numbers |= {"repetition": p.repetition_penalty, "frequency": p.frequency_penalty, "presence": p.presence_penalty}
+        for name, value in numbers.items():
+            getattr(self, name)[slot] = value
+            if name in self._uses and value != _NEUTRAL[name] and not p.greedy:
+                self._uses[name].add(slot)
+        top_k = p.top_k if 0 < p.top_k < self.vocab_size else self.vocab_size
+        self.top_k[slot] = top_k
+        if top_k < self.vocab_size and not p.greedy:
+            self._uses["top_k"].add(slot)
+            self._top_k[slot] = top_k
+        self.seed[slot], self.choice[slot], self.noisy[slot] = to_key(seq.seed), seq.choice, not p.greedy
+        self.length[slot], self.min_total[slot], self.max_total[slot] = len(seq.tokens), seq.num_prompt + p.min_tokens, seq.max_total
+        if not p.greedy:
+            self._uses["noise"].add(slot)
+        self._add_masks(seq, bad_words_ids)
+        self._add_penalties(seq)
+
+    def _add_masks(self, seq: Sequence, bad_words_ids: Seq[Seq[int]]) -> None:
+        p, slot = seq.params, seq.request_slot
+        self.end_ids = self._grown(self.end_ids, (len(seq.end_ids),), -1)
+        self.end_ids[slot] = -1
+        self.end_ids[slot, : len(seq.end_ids)] = self._ids(sorted(seq.end_ids))
+        if seq.end_ids and len(seq.tokens) < seq.num_prompt + p.min_tokens:
+            self._uses["min_tokens"].add(slot)
+        if p.allowed_token_ids is not None:
+            self._allowed = self._grown(self._allowed, (self.vocab_size,), True)
+            self._allowed[slot] = False
+            self._allowed[slot, self._ids(p.allowed_token_ids)] = True
+            self._uses["allowed"].add(slot)
+        if p.logit_bias:
+            self._bias_ids = self._grown(self._bias_ids, (len(p.logit_bias),), 0)
+            self._bias = self._grown(self._bias, (len(p.logit_bias),), 0.0)
+            self._bias[slot] = 0.0
+            self._bias_ids[slot, : len(p.logit_bias)] = self._ids(p.logit_bias)
+            self._bias[slot, : len(p.logit_bias)] = torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=self.device)
+            self._uses["bias"].add(slot)
+        words = [list(word) for word in bad_words_ids if len(word)]
+        if words:
+            self._add_bad_words(seq, words)
+
+    def _add_bad_words(self, seq: Sequence, words: list[list[int]]) -> None:
+        slot, reach = seq.request_slot, max(len(word) for word in words) - 1
+        self._bad_prefix = self._grown(self._bad_prefix, (len(words), reach), -1, right=True)
+        self._bad_last = self._grown(self._bad_last, (len(words),), -1)
+        self._tail = self._grown(self._tail, (reach,), -2, right=True)
+        self._bad_prefix[slot], self._bad_last[slot] = -1, -1
+        width = self._bad_prefix.shape[-1]
+        for w, word in enumerate(words):
+            self._bad_last[slot, w] = word[-1]
+            self._bad_prefix[slot, w, width - len(word) + 1 :] = self._ids(word[:-1])
+        self._uses["bad_words"].add(slot)
+        self._keep_tail(seq)
+
+    def _add_penalties(self, seq: Sequence) -> None:
+        p, slot = seq.params, seq.request_slot
+        if p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0:
+            return
+        self._counts = self._grown(self._counts, (self.vocab_size,), 0)
+        self._prompted = self._grown(self._prompted, (self.vocab_size,), False)
+        self._counts[slot] = torch.bincount(self._ids(seq.output), minlength=self.vocab_size).to(torch.int32)
+        self._prompted[slot] = False
+        self._prompted[slot, self._ids(seq.tokens[: seq.num_prompt])] = True
+        self._uses["penalty"].add(slot)
+
+    def commit(self, seq: Sequence, new_tokens: Seq[int]) -> None:
+        """After `seq.append`: `new_tokens` are the last of `seq.tokens`."""
+        slot = seq.request_slot
+        self.length[slot] = len(seq.tokens)
+        if slot in self._uses["penalty"] and len(new_tokens):
+            ids = self._ids(new_tokens)
+            self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        if slot in self._uses["bad_words"]:
+            self._keep_tail(seq)
+        if slot in self._uses["min_tokens"] and len(seq.tokens) >= seq.num_prompt + seq.params.min_tokens:
+            self._uses["min_tokens"].discard(slot)
+
+    def _keep_tail(self, seq: Sequence) -> None:
+        reach = self._tail.shape[-1]
+        tail = seq.tokens[max(seq.num_prompt, len(seq.tokens) - reach) :] if reach else []
+        self._tail[seq.request_slot] = self._ids([-2] * (reach - len(tail)) + tail)
+
+    def remove(self, request_slot: int) -> None:
+        """The request slot is free again; harmless when it already was."""
+        for used in self._uses.values():
+            used.discard(request_slot)
+        self._top_k.pop(request_slot, None)
+
+    def samples(self, request_slots: Seq[int]) -> bool:
+        """Whether any of them has a temperature above 0."""
+        return not self._uses["noise"].isdisjoint(request_slots)
+
+    def noise(self, rows: RowInfo) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Arguments of `ops.gumbel_argmax` for the token each row produces: seeds, positions, choices [R] i64, noisy [R] bool."""
+        return self.seed[rows.slot], self.position(rows), self.choice[rows.slot], self.noisy[rows.slot]
+
+    def position(self, rows: RowInfo) -> Tensor:
+        """[R] i64, absolute position of the token each row produces."""
+        return self.length[rows.slot] + rows.depth
+
+    # -- processing -------------------------------------------------------------------------------------------------
+
+    def process(self, logits: Tensor, rows: RowInfo, token_mask: Tensor | None = None) -> Tensor:
+        """Scores [R, V] f32 of logits [R, V] f32, which stay untouched. token_mask [R, V] bool: True = allowed.
+
+        A bad word or an end token too early is let through where nothing else would be left.
+        """
+        used = {name: index for name, slots in self._uses.items() if slots and (index := rows.of(slots)) is not None}
+        if token_mask is not None:
+            scores = logits.masked_fill(~token_mask, -torch.inf)
+        elif used.keys() - {"noise"}:
+            scores = logits.clone()
+        else:
+            return logits
+        for name, index in used.items():
+            if name != "noise":
+                stage = getattr(self, f"_apply_{name}")
+                scores[index] = stage(scores[index], rows.slot[index], rows, index)
+        return scores
+
+    def _apply_allowed(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return scores.masked_fill(~self._allowed[slot], -torch.inf)
+
+    def _apply_bad_words(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        reach = self._tail.shape[-1]
+        history = torch.cat([self._tail[slot], rows.path_tokens[index]], dim=1)
+        window = rows.depth[index][:, None] + torch.arange(reach, device=self.device)
+        prefix, last = self._bad_prefix[slot], self._bad_last[slot]
+        match = ((prefix == -1) | (prefix == history.gather(1, window)[:, None, :])).all(dim=-1)
+        return _ban(scores, last, match & (last >= 0))
+
+    def _apply_min_tokens(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        early = self.length[slot] + rows.depth[index] < self.min_total[slot]
+        ends = self.end_ids[slot]
+        return _ban(scores, ends, early[:, None] & (ends >= 0))
+
+    def _apply_bias(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return scores.scatter_add(1, self._bias_ids[slot], self._bias[slot])
+
+    def _apply_penalty(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        path = rows.path_tokens[index]
+        counts = self._counts[slot].scatter_add(1, path.clamp(min=0), (path >= 0).to(torch.int32))
+        said = counts > 0
+        rate = self.repetition[slot][:, None]
+        repeated = torch.where(scores > 0, scores / rate, scores * rate)
+        scores = torch.where(said | self._prompted[slot], repeated, scores)
+        return scores - self.frequency[slot][:, None] * counts - self.presence[slot][:, None] * said
+
+    def _apply_temperature(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return scores / self.temperature[slot][:, None]
+
+    def _apply_min_p(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return truncation.min_p(scores, self.min_p[slot])
+
+    def _apply_top_k(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        largest = max(k for s in rows.request_slots if (k := self._top_k.get(s)) is not None)
+        return truncation.top_k(scores, self.top_k[slot], largest)
+
+    def _apply_top_p(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return truncation.top_p(scores, self.top_p[slot])
+
+    def _apply_typical_p(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
+        return truncation.typical_p(scores, self.typical_p[slot])
+
+
+def _ban(scores: Tensor, ids: Tensor, active: Tensor) -> Tensor:
+    """-inf at ids [r, W] i64 where active [r, W]; rows that would lose their last token stay as they were."""
+    # adding 0 where inactive lets several words share a last token without write conflicts
+    loss = torch.where(active, -torch.inf, 0.0).to(scores.dtype)
+    banned = scores.scatter_add(1, ids.clamp(min=0), loss)
+    return torch.where(torch.isneginf(banned).all(dim=-1, keepdim=True), scores, banned)
