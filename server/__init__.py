@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP server around one engine thread."""

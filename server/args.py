@@ -1,0 +1,83 @@
+"""Command line of the server: flags mirror the arguments of `LLM`, dashes for underscores."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from specdec.config import METHODS, VERIFY_MODES, EngineConfig, SpecConfig
+from specdec.server.service import Settings
+
+_ENGINE_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("device", str, "auto, cpu or cuda"),
+    ("dtype", str, "auto = float32 on the CPU, the checkpoint's on CUDA"),
+    ("quantization", str, "weight format to convert to at load"),
+    ("kv_dtype", str, "auto = the activation dtype"),
+    ("block_size", int, "tokens per KV block"),
+    ("num_kv_blocks", int, "size of the KV pool in blocks"),
+    ("kv_cache_bytes", int, "size of the KV pool in bytes"),
+    ("max_model_len", int, "longest prompt plus output, in tokens"),
+    ("max_num_seqs", int, "sequences that run at the same time"),
+    ("max_num_batched_tokens", int, "most rows of one step"),
+    ("gpu_memory_utilization", float, "share of the GPU's memory to use"),
+    ("tensor_parallel_size", int, "GPUs to split the model over"),
+    ("load_format", str, "auto, or dummy for random weights"),
+    ("seed", int, "seed of dummy weights"),
+)
+_SPEC_FLAGS: tuple[tuple[str, str, type, str], ...] = (
+    ("head", "head", str, "draft head for eagle3 or peagle"),
+    ("draft-model", "model", str, "checkpoint for --speculation draft_model"),
+    ("nodes", "nodes", int, "largest draft tree, root included"),
+    ("depth", "depth", int, "longest path of a draft tree"),
+    ("width", "width", int, "most children of a node"),
+    ("corpus", "corpus", str, "text file for the n-gram and suffix index"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; defaults of engine flags are those of `EngineConfig`."""
+    p = argparse.ArgumentParser(prog="python -m specdec.server", description="OpenAI-compatible server with speculative decoding")
+    p.add_argument("--model", default=EngineConfig().model, help="known name, directory, .gguf file or hub id (default: %(default)s)")
+    p.add_argument("--host", default="127.0.0.1")
+    p.add_argument("--port", type=int, default=8000)
+    p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
+    p.add_argument("--api-key", help="clients must send it as a bearer token; default: open")
+    p.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get 429 (default: %(default)s)")
+    p.add_argument("--drain-timeout", type=float, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
+    p.add_argument("--strict", action="store_true", help="refuse unknown request fields instead of naming them in a header")
+    p.add_argument("--max-body-bytes", type=int, default=Settings().max_body_bytes, help="largest request body (default: %(default)s)")
+    p.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    p.add_argument("--access-log", action="store_true", help="log every request")
+    spec = p.add_argument_group("speculation")
+    spec.add_argument("--speculation", default="auto", choices=METHODS)
+    spec.add_argument("--verify", choices=[m for m in VERIFY_MODES if m != "synthetic"])
+    spec.add_argument("--policy", choices=("auto", "fixed"))
+    for flag, dest, kind, text in _SPEC_FLAGS:
+        spec.add_argument(f"--{flag}", dest=f"spec_{dest}", type=kind, help=text)
+    engine = p.add_argument_group("engine (absent = the default of LLM)")
+    for name, kind, text in _ENGINE_FLAGS:
+        engine.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    engine.add_argument("--deterministic", action="store_true", help="bit-identical output whatever the batch and the drafts")
+    engine.add_argument(
+        "--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", help="never reuse KV of equal prefixes"
+    )
+    return p
+
+
+def speculation(args: argparse.Namespace) -> SpecConfig:
+    """The SpecConfig of the command line; only flags that were given."""
+    fields = {dest: value for _, dest, _, _ in _SPEC_FLAGS if (value := getattr(args, f"spec_{dest}")) is not None}
+    fields |= {name: value for name in ("verify", "policy") if (value := getattr(args, name)) is not None}
+    return SpecConfig(method=args.speculation, **fields)
+
+
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `LLM`."""
+    given = {name: value for name, _, _ in _ENGINE_FLAGS if (value := getattr(args, name)) is not None}
+    flags = {"deterministic": args.deterministic, "enable_prefix_caching": args.enable_prefix_caching, "max_queue": args.max_queue}
+    return {"model": args.model, "speculation": speculation(args)} | flags | given
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    """The HTTP layer's part of the command line."""
+    return Settings(tuple(args.served_model_name), args.api_key, args.strict, args.max_body_bytes)

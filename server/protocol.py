@@ -1,0 +1,205 @@
+"""Request bodies of the HTTP interface, as pydantic models, and the policy for every field that is not in them.
+
+Explicit `null` means absent. A known sampling or feature field that is not supported is refused by name; any other unknown
+field is ignored and named in the `X-Specdec-Ignored` header, or refused in strict mode.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from specdec.errors import InvalidRequest
+
+
+def _valid_unicode(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("the text holds lone surrogates; send valid Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_valid_unicode)]
+TokenIds = list[int]
+
+# Fields of other servers that change which tokens come out, with what to use instead. Refused, never ignored.
+UNSUPPORTED: dict[str, str] = {
+    "tools": "tool calling is not supported",
+    "tool_choice": "tool calling is not supported",
+    "functions": "function calling is not supported",
+    "function_call": "function calling is not supported",
+    "audio": "only text can be produced",
+    "web_search_options": "web search is not supported",
+    "suffix": "filling in the middle is not supported",
+    "use_beam_search": "beam search is not supported",
+    "length_penalty": "beam search is not supported",
+    "early_stopping": "beam search is not supported",
+    "guided_json": "structured output is not supported",
+    "guided_regex": "structured output is not supported",
+    "guided_choice": "structured output is not supported",
+    "guided_grammar": "structured output is not supported",
+    "structured_outputs": "structured output is not supported",
+    "json_schema": "structured output is not supported",
+    "grammar": "structured output is not supported",
+    "regex": "structured output is not supported",
+    "ebnf": "structured output is not supported",
+    "logits_processors": "custom logits processors are not supported",
+    "custom_logit_processor": "custom logits processors are not supported",
+    "repeat_penalty": "use repetition_penalty",
+    "repeat_last_n": "use repetition_penalty",
+    "num_predict": "use max_tokens",
+    "n_predict": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "stop_sequences": "use stop",
+    "typical": "use typical_p",
+    "tfs_z": "not a supported sampling method",
+    "top_a": "not a supported sampling method",
+    "top_n_sigma": "not a supported sampling method",
+    "mirostat": "not a supported sampling method",
+    "mirostat_tau": "not a supported sampling method",
+    "mirostat_eta": "not a supported sampling method",
+    "dry_multiplier": "not a supported sampling method",
+    "dry_base": "not a supported sampling method",
+    "dry_allowed_length": "not a supported sampling method",
+    "xtc_probability": "not a supported sampling method",
+    "xtc_threshold": "not a supported sampling method",
+    "dynatemp_range": "not a supported sampling method",
+    "smoothing_factor": "not a supported sampling method",
+    "stop_regex": "only literal stop strings are supported",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "spaces_between_special_tokens": "not supported",
+    "truncate_prompt_tokens": "prompts are never shortened; send a shorter one",
+    "chat_template": "the model's own chat template is used",
+    "chat_template_kwargs": "the model's own chat template is used as it is",
+    "continue_final_message": "use /v1/completions to continue a text",
+    "documents": "put documents into the messages",
+    "thinking_token_budget": "not supported",
+    "lora_request": "adapters are not supported",
+}
+UNSUPPORTED_IN_MESSAGE = ("tool_calls", "tool_call_id", "function_call", "audio")
+# Values of UNSUPPORTED fields that ask for nothing.
+HARMLESS_VALUES: tuple[Any, ...] = (None, False, [], {})
+# OpenAI fields that carry no request for behaviour of this server; accepted without a word.
+HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls")
+)
+
+
+class Body(BaseModel):
+    """Base of all bodies and their parts: strict types, extras kept for `check_extras`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+Content = Text | list[TextPart]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: Text | None = None
+
+
+class Prediction(Body):
+    """OpenAI predicted outputs: text the answer is expected to resemble; feeds the n-gram drafters."""
+
+    type: Literal["content"] = "content"
+    content: Content
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class Generation(Body):
+    """Fields shared by chat and text completions. Ranges are checked by `SamplingParams`."""
+
+    extras_without_effect: ClassVar[frozenset[str]] = HARMLESS
+
+    model: Text | None = Field(None, description="A served model; absent = the default one")
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to bias in [-100, 100]")
+    bad_words: list[Text] | None = None
+    allowed_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    stop: Text | list[Text] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    speculation: dict[str, Any] | Text | None = Field(
+        None, description='Override of the server\'s speculation: {"method", "nodes", "depth", "width"}; {"method": "off"} switches it off'
+    )
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = Field(None, description="Add the token ids of prompt and choices to the response")
+
+
+class ChatRequest(Generation):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionRequest(Generation):
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+
+
+def check_extras(body: Generation, *, strict: bool) -> list[str]:
+    """Names of ignored unknown fields, nested ones as paths. Refuses unsupported fields, and every unknown one if `strict`."""
+    ignored = []
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value not in HARMLESS_VALUES and not (name == "tool_choice" and value in ("none", "auto")):
+            raise InvalidRequest(f"{name}: {UNSUPPORTED[name]}; leave the field out", param=name)
+        if name not in UNSUPPORTED and name not in body.extras_without_effect and value is not None:
+            ignored.append(name)
+    for path, part in _parts(body):
+        for name, value in (part.model_extra or {}).items():
+            if name in UNSUPPORTED_IN_MESSAGE and isinstance(part, Message) and value not in HARMLESS_VALUES:
+                raise InvalidRequest(f"{path}.{name}: tool calls and audio are not supported; leave the field out", param=f"{path}.{name}")
+            if value is not None:
+                ignored.append(f"{path}.{name}")
+    if strict and ignored:
+        raise InvalidRequest(f"unknown field {ignored[0]!r}; remove it, or start the server without --strict", param=ignored[0])
+    return ignored
+
+
+def _parts(body: Generation) -> list[tuple[str, Body]]:
+    """Nested objects of the body with their paths."""
+    parts: list[tuple[str, Body | None]] = [(name, getattr(body, name)) for name in ("stream_options", "prediction", "response_format")]
+    for i, message in enumerate(body.messages if isinstance(body, ChatRequest) else ()):
+        parts.append((f"messages[{i}]", message))
+    return [(path, part) for path, part in parts if part is not None]

@@ -1,0 +1,105 @@
+"""Run the application under uvicorn: start-up log, drain on SIGTERM, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from specdec.metrics import Metrics
+from specdec.server.app import create_app
+from specdec.server.loop import Engine, EngineLoop, State
+from specdec.server.service import Settings
+
+log = logging.getLogger("specdec.server")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the first signal must drain before anything closes."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    build: Callable[[], Engine], settings: Settings, *, host: str, port: int, drain_timeout: float, access_log: bool = False
+) -> int:
+    """Serve until told to stop; the exit code.
+
+    First SIGTERM or SIGINT: refuse new work, finish what was accepted (at most `drain_timeout` seconds), return 0. Second:
+    exit at once. Returns 1 when the model cannot be loaded or the port is taken.
+    """
+    loop = EngineLoop(build, Metrics())
+    config = uvicorn.Config(
+        create_app(loop, settings), host=host, port=port, log_config=None, access_log=access_log, timeout_graceful_shutdown=10
+    )
+    server = _Server(config)
+    stop = asyncio.Event()
+    signals = 0
+
+    def on_signal(number: int) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1 or loop.state is State.LOADING:
+            log.warning("%s: exiting at once", signal.Signals(number).name)
+            _exit(0 if signals == 1 else 128 + number)
+        log.info("%s: draining; a second signal exits at once", signal.Signals(number).name)
+        stop.set()
+
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    watch = asyncio.create_task(_watch(loop, server, stop, drain_timeout, f"http://{host}:{port}"))
+    try:
+        await server.serve()
+    except SystemExit:  # uvicorn could not bind; it has logged why
+        return 1
+    finally:
+        watch.cancel()
+    return 0 if server.started and stop.is_set() and loop.error is None else 1
+
+
+async def _watch(loop: EngineLoop, server: uvicorn.Server, stop: asyncio.Event, drain_timeout: float, url: str) -> None:
+    """Log the start, then wait for the signal and end the server once everything accepted is finished."""
+    await loop.started.wait()
+    if loop.state is State.DEAD:
+        server.should_exit = True
+        return
+    _log_start(loop, url)
+    await stop.wait()
+    loop.drain()
+    try:
+        await asyncio.wait_for(loop.drained.wait(), drain_timeout)
+    except asyncio.TimeoutError:
+        log.warning("drain timeout: aborting what is left")
+        loop.abort_all()
+    server.should_exit = True
+
+
+def _log_start(loop: EngineLoop, url: str) -> None:
+    engine = loop.engine
+    assert engine is not None
+    c = engine.config
+    log.info("model %s (%s), context %d tokens, %d sequences at a time", engine.model_name, c.model, engine.max_model_len, c.max_num_seqs)
+    log.info("device %s, dtype %s, kv %s, deterministic %s", c.device, c.dtype, c.kv_dtype, c.deterministic)
+    log.info("speculation %s, policy %s, verify %s", c.speculation.method, c.speculation.policy, c.speculation.verify)
+    log.info("ready: %s/v1  (probes: /health /ready, metrics: /metrics)", url)
+
+
+def _exit(code: int) -> None:
+    """Leave without waiting for the engine thread, which may be inside a download or a long step."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(build: Callable[[], Engine], settings: Settings, *, host: str, port: int, drain_timeout: float, access_log: bool = False) -> int:
+    """`serve` on a new event loop."""
+    return asyncio.run(serve(build, settings, host=host, port=port, drain_timeout=drain_timeout, access_log=access_log))
