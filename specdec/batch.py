@@ -37,9 +37,9 @@ class _Rows:
 
 
 class BatchBuilder:
-    """Lays out a step. `tables[g]` is the scheduler's int32 block table [max_num_seqs, M] of KV group g, on the host."""
+    """Lays out a step. `tables` [G, max_num_seqs, M] i32 are the scheduler's block tables by request slot, on the host."""
 
-    def __init__(self, tables: list[torch.Tensor], block_size: int, device: torch.device):
+    def __init__(self, tables: torch.Tensor, block_size: int, device: torch.device):
         self.tables = tables
         self.block_size = block_size
         self.device = device
@@ -89,15 +89,12 @@ class BatchBuilder:
         rows.close(root, nodes, share.seq.request_slot)
 
     def _tensors(self, plan: StepPlan, rows: _Rows) -> Batch:
-        block, offset = np.divmod(np.asarray(rows.cells, dtype=np.int64), self.block_size)
-        owner = np.asarray(rows.owner, dtype=np.int64)
-        slots = np.stack([table.numpy()[owner, block].astype(np.int64) * self.block_size + offset for table in self.tables])
         cu = np.asarray(rows.cu, dtype=np.int32)
         max_ctx = max(rows.ctx, default=0)
         lengths = cu[1:] - cu[:-1]
         request_slots = torch.tensor([s.seq.request_slot for s in plan.scheduled], dtype=torch.long)
         used = -(-(max_ctx + int(lengths.max(initial=1))) // self.block_size)
-        tables = torch.stack([table[:, :used].index_select(0, request_slots) for table in self.tables])
+        tables = self.tables[:, :, :used].index_select(1, request_slots)
         return Batch(
             input_ids=self._long(rows.ids),
             positions=self._long(rows.positions),
@@ -106,12 +103,18 @@ class BatchBuilder:
             tree_len=torch.tensor(rows.tree_len, dtype=torch.int32).to(self.device),
             tree_mask=self._long(rows.words),
             block_tables=tables.to(self.device),
-            slot_mapping=torch.from_numpy(slots).to(self.device),
+            slot_mapping=self.slots(rows.owner, rows.cells),
             logit_rows=self._long(rows.logit_rows),
             prompt_rows=self._long(rows.prompt_rows) if rows.prompt_rows else None,
             max_query=int(lengths.max(initial=1)),
             max_ctx=max_ctx,
         )
+
+    def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:
+        """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
+        block, offset = np.divmod(np.asarray(cells, dtype=np.int64), self.block_size)
+        blocks = self.tables.numpy()[:, np.asarray(request_slots, dtype=np.int64), block]
+        return torch.from_numpy(blocks.astype(np.int64) * self.block_size + offset).to(self.device)
 
     def _long(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device)

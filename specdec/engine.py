@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.config import EngineConfig, SamplingParams
-from specdec.errors import InvalidRequest, QueueFull
+from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
 from specdec.request import RequestState, check_override, check_prompt
 from specdec.spec.tree import merge, root_only
@@ -48,7 +48,6 @@ class Engine:
         self.proposers = parts.proposers
         self.stats: StepStats | None = None
         self.observers: list[Callable[[StepStats], None]] = []
-        self.preemptions = 0
         self._requests: dict[str, RequestState] = {}
         self._ready: list[RequestState] = []
         self._steps = 0
@@ -70,9 +69,6 @@ class Engine:
         text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
         check_prompt(ids, params, self.vocab_size, self.max_model_len)
         check_override(params.speculation, tuple(self.proposers))
-        limit = self.config.max_queue
-        if limit is not None and self.num_waiting + params.n > limit + max(0, self.config.max_num_seqs - self.num_running):
-            raise QueueFull(f"{self.num_waiting} requests are waiting and the queue holds {limit}; try again later")
         state = RequestState(
             request_id,
             text,
@@ -81,12 +77,11 @@ class Engine:
             self.tokenizer,
             arrival=time.monotonic() if arrival is None else arrival,
             max_model_len=self.max_model_len,
-            eos_ids=self.model_config.eos_token_ids,
+            eos_ids=frozenset(self.model_config.eos_ids),
         )
         if trace or self.config.trace:
             state.trace = Trace(self.tokenizer)
-        for seq in state.sequences:
-            self.scheduler.add(seq)
+        self.scheduler.add(*state.sequences)
         self._requests[request_id] = state
 
     def abort(self, request_id: str) -> None:
@@ -128,8 +123,7 @@ class Engine:
         for seq in plan.preempted:
             self._forget(seq)
             seq.metrics.preemptions += 1
-            self.preemptions += 1
-        for group, source, target in self.scheduler.apply(plan):
+        for group, source, target in self.scheduler.apply(plan).copies:
             self.kv.copy_blocks(group, [(source, target)])
         now = time.monotonic()
         for seq in plan.admitted:
@@ -204,13 +198,19 @@ class Engine:
 
     def _compact(self, shares: tuple[Scheduled, ...], verdict: Verdict) -> None:
         """Accepted nodes lie in cells root + node index; move those that are not already at root + depth."""
-        moves: list[tuple[int, int, int]] = []
-        paths, accepted = verdict.path.tolist(), verdict.num_accepted.tolist()
-        for share, path, count in zip(shares, paths, accepted, strict=True):
+        owners: list[int] = []
+        source: list[int] = []
+        target: list[int] = []
+        for share, path, count in zip(shares, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True):
             root = share.seq.num_computed
-            moves.extend((share.seq.request_slot, root + node, root + j + 1) for j, node in enumerate(path[:count]) if node != j + 1)
-        if moves:
-            self.kv.move_cells(self.scheduler.tables, moves)
+            for j, node in enumerate(path[:count], start=1):
+                if node != j:
+                    owners.append(share.seq.request_slot)
+                    source.append(root + node)
+                    target.append(root + j)
+        if owners:
+            for group, (src, dst) in enumerate(zip(self.builder.slots(owners, source), self.builder.slots(owners, target), strict=True)):
+                self.kv.move(group, src, dst)
 
     @staticmethod
     def _count(stats: StepStats, share: Scheduled, tree: DraftTree, b: int, nodes: int, accepted: int, committed: int) -> None:
@@ -318,15 +318,19 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
+        return self.scheduler.queue_depth
 
     @property
     def oldest_wait_seconds(self) -> float:
-        return self.scheduler.oldest_wait(time.monotonic())
+        return self.scheduler.oldest_waiting_age()
 
     @property
     def kv_usage(self) -> float:
         return self.scheduler.kv_usage
+
+    @property
+    def preemptions(self) -> int:
+        return self.scheduler.preemptions
 
     @property
     def prefix_queries(self) -> int:

@@ -1,0 +1,163 @@
+"""From an `EngineConfig` to a running `Engine`: load, size the memory, build the parts, measure costs. Boot does the failing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec.batch import BatchBuilder
+from specdec.cache.kv import KVCache
+from specdec.cache.pool import BlockPool
+from specdec.cache.sizing import PoolSize, size_pool
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.models.config import ModelConfig
+from specdec.models.load import LoadedModel, load_model
+from specdec.runner.runner import ModelRunner
+from specdec.sampling import SamplingState
+from specdec.scheduler import Scheduler
+from specdec.spec.policy import SpecPolicy, make_policy
+from specdec.spec.proposer import DrafterContext, Proposer, create_for
+from specdec.spec.verify import Verifier
+from specdec.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specdec.sequence import Sequence
+
+HEADS = ("eagle3", "peagle")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an engine is made of; each part knows nothing of the engine."""
+
+    name: str
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    scheduler: Scheduler
+    builder: BatchBuilder
+    runner: ModelRunner
+    kv: KVCache
+    sampling: SamplingState
+    verifier: Verifier
+    policy: SpecPolicy
+    proposers: dict[str, Proposer]
+
+
+def build_engine(config: EngineConfig, *, oracle: Callable[[Sequence], Seq[int]] | None = None) -> Engine:
+    """Load the model and build an engine that is ready to step.
+
+    oracle: future tokens of a sequence, for the test drafters. Raises ConfigError, ModelNotFound or UnsupportedCheckpoint.
+    """
+    if config.speculation.method in HEADS:
+        raise ConfigError(f"speculation method {config.speculation.method!r} needs draft heads, which are not there yet", param="method")
+    device = resolve_device(config.device)
+    loaded = load_model(
+        config.model,
+        device=device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        load_format=config.load_format,
+        seed=config.seed,
+    )
+    return Engine(config, _parts(config, loaded, device, oracle))
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one. ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        raise ConfigError(f"device {name!r} is not a device: {err}", param="device") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device {name!r} is not available here; use 'cpu'", param="device")
+    return device
+
+
+def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, oracle: Callable[[Sequence], Seq[int]] | None) -> Parts:
+    groups = loaded.config.kv_groups()
+    kv_dtype = loaded.model.dtype if config.kv_dtype == "auto" else _kv_dtype(config.kv_dtype)
+    size = _pool_size(config, loaded.config, kv_dtype, device)
+    pools = [BlockPool(n, group.name) for n, group in zip(size.num_blocks, groups, strict=True)]
+    kv = KVCache(
+        groups,
+        size.num_blocks,
+        config.block_size,
+        dtype=kv_dtype,
+        device=device,
+        layer_group=loaded.config.layer_group,
+        layer_in_group=loaded.config.layer_in_group,
+    )
+    namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
+    scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace)
+    runner = ModelRunner(loaded.model, kv, device)
+    context = DrafterContext(
+        config=config.speculation,
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        tokenize=loaded.tokenizer.encode,
+        oracle=oracle,
+        kv=kv,
+        load=lambda name: load_model(name, device=device, dtype=config.dtype, deterministic=config.deterministic),
+    )
+    proposers = create_for(context)
+    return Parts(
+        name=os.path.basename(os.path.normpath(config.model)),
+        model_config=loaded.config,
+        tokenizer=loaded.tokenizer,
+        max_model_len=size.max_model_len,
+        scheduler=scheduler,
+        builder=BatchBuilder(scheduler.tables.tensor, config.block_size, device),
+        runner=runner,
+        kv=kv,
+        sampling=SamplingState(config.max_num_seqs, loaded.config.vocab_size, device=device),
+        verifier=_verifier(config.speculation, proposers),
+        policy=make_policy(config.speculation, proposers, runner.measure, key=f"{loaded.fingerprint}-{loaded.model.dtype}"),
+        proposers=proposers,
+    )
+
+
+def _verifier(config: SpecConfig, proposers: dict[str, Proposer]) -> Verifier:
+    coupled = [name for name, proposer in proposers.items() if getattr(proposer, "noise_coupled", False)]
+    return Verifier(config.verify, synthetic_acceptance=config.synthetic_acceptance or (), noise_coupled=coupled)
+
+
+def _kv_dtype(name: str) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ConfigError(f"kv_dtype must be auto, {', '.join(dtypes)}, got {name!r}", param="kv_dtype")
+    return dtypes[name]
+
+
+def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PoolSize:
+    """Blocks per group: given, from `kv_cache_bytes`, or on CUDA from what the weights left of the card."""
+    limit = model.max_positions
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len={config.max_model_len} is beyond the model's {limit} positions", param="max_model_len")
+    budget = config.kv_cache_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+    return size_pool(
+        model.kv_groups(),
+        config.block_size,
+        dtype,
+        budget,
+        config.max_model_len or limit,
+        config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        explicit_len=config.max_model_len is not None,
+        num_kv_blocks=config.num_kv_blocks,
+    )
