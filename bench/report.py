@@ -1,0 +1,66 @@
+"""Write the tables of README.md from `bench/results/*.jsonl`: the newest record of each configuration, between markers.
+
+    python -m bench.report          # rewrites README.md in place
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from bench.schema import ROOT
+
+README = ROOT.parent / "README.md"
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    path = ROOT / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def newest(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """The last record for each combination of `keys`, in order of first appearance."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        found[tuple(str(row.get(k)) for k in keys)] = row
+    return list(found.values())
+
+
+def offline_table() -> str:
+    """Ratios of interleaved runs, newest full run of `bench.offline` with peers."""
+    rows = [r for r in records("offline") if r["peers"]]
+    if not rows:
+        return ""
+    last = [r for r in rows if r["commit"] == rows[-1]["commit"] and r["argv"] == rows[-1]["argv"]]
+    rows = sorted(newest(last, "domain"), key=lambda r: r["domain"])
+    names = [n for n in rows[0]["tokens_per_s"] if n not in ("off", "on")]
+    lines = [
+        "| domain | off, tokens/s | on / off | acceptance length | outputs equal | " + " | ".join(f"off / {n}" for n in names) + " |",
+        "|---|---|---|---|---|" + "---|" * len(names),
+    ]
+    for r in rows:
+        ratio = r["ratio_to_off"]
+        peers = " | ".join(f"{1 / ratio[n]['p50']:.2f}×" for n in names)
+        lines.append(
+            f"| {r['domain']} | {r['tokens_per_s']['off']['p50']:.0f} | {ratio['on']['p50']:.2f}× | {r['acceptance_length']:.2f} | "
+            f"{r['outputs_equal']}/{r['prompts']} | {peers} |"
+        )
+    r = rows[0]
+    lines.append(f"\n{r['cpu']}, {r['threads']} threads, commit {r['commit']}, {r['time'][:10]}; medians of {r['prompts']} prompts a domain.")
+    return "\n".join(lines)
+
+
+def replace_between(text: str, name: str, body: str) -> str:
+    pattern = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table:{name} -->)", re.DOTALL)
+    return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}" if body else m[0], text)
+
+
+def main(readme: Path = README) -> None:
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(replace_between(text, "offline", offline_table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
