@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.chat_template import ChatTemplate
 from specdec.errors import InvalidRequest, UnsupportedCheckpoint
-from specdec.jsonfile import read_json
+from specdec.models.chat_template import ChatTemplate
+from specdec.models.jsonfile import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

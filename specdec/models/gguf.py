@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
-from specdec.jsonfile import read_json
 from specdec.layers.linear import RawWeight
 from specdec.models.config import RopeConfig
 from specdec.models.gguf_tokenizer import tokenizer_files
 from specdec.models.hub import cache_dir
+from specdec.models.jsonfile import read_json
 from specdec.models.weights import missing, wrong_shape
 from specdec.quant.ggml import GgmlBlocks
 

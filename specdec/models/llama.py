@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,7 @@ class LlamaModel:
         self.config = config
         self.device = device
         self.dtype = dtype
+        self.deterministic = deterministic
         build = _Builder(config, weights, device, dtype, deterministic)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
@@ -52,6 +54,19 @@ class LlamaModel:
         Tap j is the residual stream on entry to layer j (j = number of layers: before the final norm), concatenated in
         the order given.
         """
+        with self._numerics():
+            return self._forward(batch, kv, taps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] hidden states after the final norm -> [R, V] f32."""
+        with self._numerics():
+            return self.lm_head(hidden).float()
+
+    def _numerics(self) -> AbstractContextManager[None]:
+        """In deterministic mode, only backends with a fixed order of reduction may run."""
+        return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
+
+    def _forward(self, batch: Batch, kv: KVStore, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         tapped: dict[int, Tensor] = {}
         residual = self.embedding(batch.input_ids)
         branch: Tensor | None = None  # output of the last block, not yet added to the stream
@@ -68,10 +83,6 @@ class LlamaModel:
         hidden, residual = self.norm.add(branch, residual)
         tapped[len(self.layers)] = residual
         return hidden, torch.cat([tapped[j] for j in taps], dim=-1) if taps else None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] hidden states after the final norm -> [R, V] f32."""
-        return self.lm_head(hidden).float()
 
 
 class _Builder:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from specdec.errors import ConfigError, UnsupportedCheckpoint
-from specdec.jsonfile import read_json
 from specdec.models import gguf, hub
 from specdec.models.config import DTYPES, ModelConfig
+from specdec.models.jsonfile import read_json
 from specdec.models.llama import LlamaModel
 from specdec.models.weights import DummyWeights, SafetensorsWeights, Weights
 from specdec.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
-from specdec.jsonfile import read_json
 from specdec.layers.linear import RawWeight
+from specdec.models.jsonfile import read_json
 
 # Old checkpoints carry RoPE tables as buffers; they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
