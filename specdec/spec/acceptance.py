@@ -1,0 +1,208 @@
+"""What the policy knows about a drafter: how far to trust its scores, how deep it gets, and what it has won or lost.
+
+Statistics exist per drafter and per (sequence, drafter). A sequence starts from its drafter's figures and moves to its own
+as evidence comes (shrinkage); the drafter starts from a prior. Gains and losses are counted in *tokens*: one token is a
+sequence's share of a step of plain decoding, so a draft that costs a quarter of a step and has one token accepted wins 0.75.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence as Seq
+
+BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
+MAX_DEPTH = 16  # deeper positions share the last rate
+
+
+def band_of(score: float) -> int:
+    """The band of a cumulative score: doubtful, possible, likely."""
+    return 0 if score < BANDS[0] else 1 if score < BANDS[1] else 2
+
+
+class Reliability:
+    """Accepted nodes ÷ what the drafter's scores promised, per band; 1 = honest. A mean that forgets, shrunk to `parent`.
+
+    weight: promised nodes that the parent's figure counts for. horizon: promised nodes after which the past is halved.
+    """
+
+    __slots__ = ("accepted", "horizon", "parent", "promised", "weight")
+
+    def __init__(self, parent: Reliability | None, weight: float, horizon: float):
+        self.parent = parent
+        self.weight = weight
+        self.horizon = horizon
+        self.promised = [0.0] * (len(BANDS) + 1)
+        self.accepted = [0.0] * (len(BANDS) + 1)
+
+    def factor(self, band: int) -> float:
+        """What to multiply a score of this band by, at most 1.25."""
+        prior = 1.0 if self.parent is None else self.parent.factor(band)
+        return min(1.25, (self.accepted[band] + self.weight * prior) / (self.promised[band] + self.weight))
+
+    def record(self, score: float, accepted: bool) -> None:
+        """One verified node of cumulative score `score`."""
+        band = band_of(score)
+        self.promised[band] += score
+        self.accepted[band] += accepted
+        if self.promised[band] > self.horizon:
+            self.promised[band] *= 0.5
+            self.accepted[band] *= 0.5
+
+    def forget(self) -> None:
+        """Back to the parent's figures."""
+        self.promised = [0.0] * (len(BANDS) + 1)
+        self.accepted = [0.0] * (len(BANDS) + 1)
+
+
+class DepthRates:
+    """Acceptance at depth d given acceptance at d - 1 (any child counts), Beta means shrunk to `parent` or `prior`."""
+
+    __slots__ = ("hits", "parent", "prior", "trials", "weight")
+
+    def __init__(self, parent: DepthRates | None, weight: float, prior: float = 0.6):
+        self.parent = parent
+        self.weight = weight
+        self.prior = prior
+        self.hits = [0.0] * (MAX_DEPTH + 1)
+        self.trials = [0.0] * (MAX_DEPTH + 1)
+
+    def rate(self, depth: int) -> float:
+        """Conditional acceptance at `depth` ≥ 1."""
+        d = min(depth, MAX_DEPTH)
+        prior = self.prior if self.parent is None else self.parent.rate(depth)
+        return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
+
+    def record(self, depth: int, accepted: bool) -> None:
+        """One trial at `depth`."""
+        d = min(depth, MAX_DEPTH)
+        self.trials[d] += 1.0
+        self.hits[d] += accepted
+        if self.trials[d] > 300:
+            self.trials[d] *= 0.5
+            self.hits[d] *= 0.5
+
+
+class Value:
+    """Mean net tokens per step in which the drafter was asked, with or without a draft; shrunk to `parent`."""
+
+    __slots__ = ("count", "parent", "total", "weight")
+
+    def __init__(self, parent: Value | None, weight: float):
+        self.parent = parent
+        self.weight = weight
+        self.total = 0.0
+        self.count = 0.0
+
+    def mean(self) -> float:
+        prior = 0.0 if self.parent is None else self.parent.mean()
+        return (self.total + self.weight * prior) / (self.count + self.weight)
+
+    def record(self, tokens: float) -> None:
+        self.total += tokens
+        self.count += 1.0
+        if self.count > 200:
+            self.total *= 0.5
+            self.count *= 0.5
+
+
+class Ledger:
+    """Bounds what drafting may cost a sequence: draft only while losses stay below a small share of its steps.
+
+    headroom() is the most a step may risk, in tokens: an initial allowance, plus `SHARE` of a token per step taken, minus
+    net losses so far. Wins count as negative losses, up to a credit that grows with what was won: a proven drafter may
+    miss a few long drafts in a row, and one that stops working is found out soon.
+    """
+
+    INITIAL = 0.5
+    RISK = 0.5  # share of what is left that one step may risk
+    SHARE = 0.01
+    CREDIT = (2.0, 12.0, 0.25)  # smallest and largest credit, share of what was won
+
+    __slots__ = ("loss", "steps", "won")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.loss = 0.0
+        self.won = 0.0
+
+    def headroom(self) -> float:
+        return self.RISK * (self.INITIAL + self.SHARE * self.steps - self.loss)
+
+    def record(self, spent: float, accepted: int) -> None:
+        """A step spent `spent` tokens' worth of time on drafts and had `accepted` tokens accepted."""
+        self.won += accepted
+        low, high, share = self.CREDIT
+        self.loss = max(self.loss + spent - accepted, -min(high, max(low, share * self.won)))
+
+
+class DrafterRecord:
+    """All statistics of one drafter over all sequences."""
+
+    __slots__ = ("_recent", "rates", "reliability", "seconds_per_depth", "value")
+
+    def __init__(self) -> None:
+        self.reliability = Reliability(None, weight=3.0, horizon=60.0)
+        self.rates = DepthRates(None, weight=4.0)
+        self.value = Value(None, weight=2.0)
+        self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
+        self._recent: deque[float] = deque(maxlen=15)
+
+    def took(self, seconds: float) -> None:
+        """One measurement of propose(), per sequence and depth."""
+        self._recent.append(seconds)
+        self.seconds_per_depth = statistics.median(self._recent)
+
+
+class SequenceRecord:
+    """Statistics of one drafter on one sequence, and its back-off.
+
+    idle: steps since the last draft that was verified. interval: idle steps until the next probe.
+    asked: steps in which it was asked to draft.
+    """
+
+    FIRST, LATER, LONGEST = 4, 40, 1280  # probe intervals in steps
+
+    __slots__ = ("asked", "idle", "interval", "rates", "reliability", "value")
+
+    def __init__(self, drafter: DrafterRecord):
+        self.reliability = Reliability(drafter.reliability, weight=1.5, horizon=20.0)
+        self.rates = DepthRates(drafter.rates, weight=2.0)
+        self.value = Value(drafter.value, weight=6.0)
+        self.idle = 0
+        self.interval = self.FIRST
+        self.asked = 0
+
+    def probe_due(self) -> bool:
+        return self.idle >= self.interval
+
+    def verified(self, accepted: int, *, probe: bool) -> None:
+        """A draft was verified. A probe that paid restores trust; one that did not doubles the wait."""
+        self.idle = 0
+        if accepted:
+            if probe:
+                self.reliability.forget()
+            self.interval = self.LATER
+            return
+        self.interval = min(self.LONGEST, 2 * self.interval) if probe and self.interval >= self.LATER else self.LATER
+
+
+def expected_tokens(rates: DepthRates, depth: int) -> Seq[float]:
+    """Expected accepted tokens of chains of 0 … `depth` drafts."""
+    result, reach = [0.0], 1.0
+    for d in range(1, depth + 1):
+        reach *= rates.rate(d)
+        result.append(result[-1] + reach)
+    return result
+
+
+def synthesise(raw: list[float], parents: list[int], count: int, rates: DepthRates) -> None:
+    """Scores for a drafter that gives none: measured acceptance by depth for first children, a share of the rest for others."""
+    depth = [0] * count
+    seen: set[int] = set()
+    raw[0] = 1.0
+    for i in range(1, count):
+        depth[i] = depth[parents[i]] + 1
+        rate = rates.rate(depth[i])
+        raw[i] = raw[parents[i]] * (0.3 * (1 - rate) if parents[i] in seen else rate)
+        seen.add(parents[i])

@@ -1,0 +1,37 @@
+"""What a request may ask of speculation: the engine's configuration, narrowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specdec.config import SpecConfig
+from specdec.spec.proposer import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine's configuration and the request allow."""
+
+    drafters: tuple[str, ...]
+    nodes: int
+    depth: int
+    width: int
+
+
+def fits(proposer: Proposer, length: int) -> bool:
+    """Whether the drafter takes sequences of `length` tokens."""
+    return proposer.max_len is None or length <= proposer.max_len
+
+
+def limits_of(override: Mapping[str, object] | None, config: SpecConfig, drafters: tuple[str, ...]) -> Limits:
+    """Engine configuration narrowed by a request's `speculation`, which always wins and never widens."""
+    asked = dict(override or {})
+    method = asked.get("method") or "auto"
+    names = drafters if method == "auto" else tuple(n for n in drafters if n == method)
+
+    def narrowed(name: str, limit: int) -> int:
+        value = asked.get(name)
+        return limit if not isinstance(value, int) else min(limit, value)
+
+    return Limits(names, narrowed("nodes", config.nodes), narrowed("depth", config.depth), max(1, narrowed("width", config.width)))

@@ -1,0 +1,317 @@
+"""`SpecPolicy`: who drafts, how much, and which drafts are worth verifying. Pure CPU work of some microseconds per sequence.
+
+Before planning, `budget` picks a drafter per sequence and an upper bound of nodes. After drafting, `trim` keeps the nodes
+that maximise expected committed tokens per second of the batch, with measured costs (`cost`) and the drafter's scores
+corrected by how honest they proved (`acceptance`); nothing is kept where plain decoding is best. A ledger per sequence bounds
+what drafting can lose. `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.config import SpecConfig
+from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord, band_of, expected_tokens, synthesise
+from specdec.spec.allocate import MIN_GAIN, Candidate, allocate, plain_seconds, subtree
+from specdec.spec.cost import StepCost, measure_costs
+from specdec.spec.limits import Limits, fits, limits_of
+from specdec.spec.proposer import Proposer
+from specdec.spec.tree import tree_from_lists
+from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats, Verdict
+
+if TYPE_CHECKING:
+    from specdec.sequence import Sequence
+
+CHEAP = 0.02  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
+HOPEFUL = 0.97  # acceptance per token that the widest sensible budget is computed for
+PROBE_NODES = 3  # root included
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens."""
+
+    drafter: str
+    scores: list[float]
+    spent: float
+    probe: bool
+
+
+@dataclass(slots=True)
+class _State:
+    limits: Limits
+    records: dict[str, SequenceRecord]
+    ledger: Ledger = field(default_factory=Ledger)
+    drafter: str | None = None  # of the last budget
+    pending: _Pending | None = None
+
+
+class SpecPolicy:
+    """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters."""
+
+    def __init__(self, config: SpecConfig, proposers: Mapping[str, Proposer], cost: StepCost | None):
+        self.config = config
+        self.proposers = proposers
+        self.cost = cost
+        self.fixed = config.policy == "fixed" or cost is None
+        self._drafters = {name: DrafterRecord() for name in proposers}
+        self._states: dict[Sequence, _State] = {}
+        self._skipped: Counter[str] = Counter()
+        self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
+        self._asked: dict[str, int] = {}  # drafter -> deepest budget of this step
+        self._drafting = 0.0  # seconds spent in drafters since the last budget
+        self._last_step = -1
+        self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
+
+    # -- before planning ----------------------------------------------------------------------------------------------
+
+    def budget(self, sequences: Iterable[Sequence], stats: StepStats | None) -> dict[Sequence, SpecBudget]:
+        """What each decoding sequence may draft this step. `stats` of the last step correct the cost model."""
+        self._learn_cost(stats)
+        decoding = [seq for seq in sequences if seq.decoding]
+        if not self.proposers or not decoding:
+            return {}
+        widest = self._widest([seq.num_computed for seq in decoding])
+        return {seq: self._budget_one(seq, widest, len(decoding)) for seq in decoding}
+
+    def _widest(self, contexts: Seq[int]) -> int:
+        """Most nodes per sequence that pay when nearly every draft is right; 1 = drafting cannot pay in this batch."""
+        if self.fixed or self.cost is None:
+            return self.config.nodes
+        batch = len(contexts)
+        plain = plain_seconds(contexts, self.cost)
+        self._token_seconds = plain / batch
+        best, best_rate = 1, MIN_GAIN / plain
+        for nodes in COUNTS:
+            seconds = self.cost.base(batch * nodes, batch) + sum(self.cost.attention(nodes, c) for c in contexts)
+            rate = (1 - HOPEFUL**nodes) / (1 - HOPEFUL) / max(seconds, 1e-12)
+            if nodes > 1 and rate > best_rate:
+                best, best_rate = nodes, rate
+        return best
+
+    def _budget_one(self, seq: Sequence, widest: int, batch: int) -> SpecBudget:
+        state = self._states.get(seq)
+        if state is None:
+            limits = limits_of(seq.params.speculation, self.config, tuple(self.proposers))
+            state = self._states[seq] = _State(limits, {n: SequenceRecord(self._drafters[n]) for n in limits.drafters})
+        state.drafter = None
+        limits = state.limits
+        state.ledger.steps += 1
+        for record in state.records.values():
+            record.idle += 1
+        nodes = limits.nodes
+        depth = min(limits.depth, seq.remaining - 1, nodes - 1)
+        if not limits.drafters or depth < 1:
+            return self._skip("limit")
+        names = [n for n in limits.drafters if fits(self.proposers[n], len(seq.tokens))]
+        if not names:
+            return self._skip("draft_len")
+        if not self.fixed:
+            nodes = min(nodes, widest)
+            name = self._choose(state, names)
+            depth = min(depth, self._depth(state, name, min(depth, nodes - 1), batch), nodes - 1)
+            if depth < 1:
+                return self._skip("policy")
+        else:
+            name = names[0]
+        state.drafter = name
+        self._asked[name] = max(depth, self._asked.get(name, 1))
+        return SpecBudget(name, nodes, depth, limits.width)
+
+    def _skip(self, reason: str) -> SpecBudget:
+        self._skipped[reason] += 1
+        return NO_DRAFT
+
+    def _choose(self, state: _State, names: Seq[str]) -> str:
+        """The drafter that won most tokens per step on this sequence; the others are asked now and then."""
+        if len(names) == 1:
+            return names[0]
+        fresh = [n for n in names if self._drafters[n].value.count < 8 and state.records[n].asked < 4]
+        ranked = sorted(names, key=lambda n: -state.records[n].value.mean())
+        turn = state.ledger.steps
+        name = ranked[turn // 16 % len(ranked)] if turn % 16 == 0 else ranked[0]
+        if fresh:
+            name = min(fresh, key=lambda n: state.records[n].asked)
+        state.records[name].asked += 1
+        return name
+
+    def _depth(self, state: _State, name: str, deepest: int, batch: int) -> int:
+        """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
+        headroom = state.ledger.headroom() * self._token_seconds
+        if headroom <= 0.0 or deepest < 1:
+            return 0
+        unit = self._unit_seconds(name)
+        if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
+            return deepest
+        expected = expected_tokens(state.records[name].rates, deepest)
+        plain, best, best_rate = self.cost.base(batch, batch), 0, MIN_GAIN / self._token_seconds
+        for d in range(1, deepest + 1):
+            extra = unit * d + (self.cost.base(batch * (1 + d), batch) - plain) / batch
+            if extra > headroom:
+                break
+            rate = (1 + expected[d]) / (self._token_seconds + extra)
+            if rate > best_rate:
+                best, best_rate = d, rate
+        if best == 0 and state.records[name].probe_due():
+            return min(deepest, PROBE_NODES - 1) if unit * PROBE_NODES <= headroom else 0
+        return best
+
+    def _unit_seconds(self, name: str) -> float:
+        """Seconds that `name` takes per sequence and depth, 0 before the first measurement."""
+        return self._drafters[name].seconds_per_depth
+
+    # -- after drafting -----------------------------------------------------------------------------------------------
+
+    def drafted(self, name: str, seconds: float, num_seqs: int) -> None:
+        """`name` took `seconds` to draft for `num_seqs` sequences."""
+        self._drafting += seconds
+        self._drafters[name].took(seconds / max(1, num_seqs * self._asked.pop(name, self.config.depth)))
+
+    def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
+        """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
+
+        Sampled drafts (`log_q`) are left alone: choosing among drawn tokens would bias rejection sampling.
+        """
+        if self.fixed or self.cost is None or tree.log_q is not None:
+            return tree
+        tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+        raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
+        candidates, probes = [], []
+        for b, share in enumerate(shares):
+            scores, probe = self._corrected(share, raw[b], parents[b], counts[b])
+            state = self._states.get(share.seq)
+            headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
+            candidates.append(Candidate(scores, share.seq.num_computed, headroom))
+            probes.append(probe)
+        chosen = allocate(candidates, self.cost, other_rows)
+        for b, share in enumerate(shares):
+            self._expect(share, [raw[b][i] for i in chosen.kept[b]], counts[b], chosen.extra[b], probes[b])
+        if all(len(k) == n for k, n in zip(chosen.kept, counts, strict=True)):
+            return tree
+        names = [share.budget.drafter if len(k) > 1 else None for share, k in zip(shares, chosen.kept, strict=True)]
+        return tree_from_lists([subtree(t, p, s, k) for t, p, s, k in zip(tokens, parents, raw, chosen.kept, strict=True)], names)
+
+    def _corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
+        """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
+        state, name = self._states.get(share.seq), share.budget.drafter
+        if count < 2 or state is None or name is None:
+            return [1.0], False
+        record = state.records[name]
+        if raw[1] <= 0.0:
+            synthesise(raw, parents, count, record.rates)
+        factors = [record.reliability.factor(band) for band in range(3)]
+        probe = factors[band_of(raw[1])] < 0.5 and record.probe_due()
+        if probe:
+            count = min(count, PROBE_NODES)
+            factors = [max(f, 0.6) for f in factors]
+        scores = [1.0]
+        for i in range(1, count):
+            scores.append(min(scores[parents[i]], raw[i] * factors[band_of(raw[i])], 0.999))
+        return scores, probe
+
+    def _expect(self, share: Scheduled, scores: list[float], drafted: int, seconds: float, probe: bool) -> None:
+        state, name = self._states.get(share.seq), share.budget.drafter
+        if state is None or name is None or share.budget.nodes < 2:
+            return
+        spent = (seconds + self._unit_seconds(name) * max(1, share.budget.depth)) / self._token_seconds
+        state.pending = _Pending(name, scores, spent, probe)
+        if len(scores) == 1:
+            self._skipped["no_match" if drafted == 1 else "policy"] += 1
+
+    # -- after the step -----------------------------------------------------------------------------------------------
+
+    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+        """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
+        if self.fixed:
+            return
+        parents, depths, counts = tree.parents.tolist(), tree.depth.tolist(), tree.num_nodes.tolist()
+        paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
+        for b, share in enumerate(shares):
+            state = self._states.get(share.seq)
+            if state is None or state.pending is None:
+                continue
+            pending, state.pending = state.pending, None
+            if finish[b] or len(pending.scores) != counts[b]:
+                continue
+            self._learn(state, pending, parents[b], depths[b], set(paths[b][: accepted[b]]))
+
+    def _learn(self, state: _State, pending: _Pending, parents: list[int], depths: list[int], taken: set[int]) -> None:
+        record, drafter = state.records[pending.drafter], self._drafters[pending.drafter]
+        net = len(taken) - pending.spent
+        state.ledger.record(pending.spent, len(taken))
+        record.value.record(net)
+        drafter.value.record(net)
+        if len(pending.scores) == 1:
+            return
+        tried: dict[int, bool] = {}  # depth -> was a child accepted, where the parent was
+        for i in range(1, len(pending.scores)):
+            for reliability in (record.reliability, drafter.reliability):
+                reliability.record(pending.scores[i], i in taken)
+            if parents[i] == 0 or parents[i] in taken:
+                tried[depths[i]] = tried.get(depths[i], False) or i in taken
+        for depth, hit in tried.items():
+            record.rates.record(depth, hit)
+            drafter.rates.record(depth, hit)
+        record.verified(len(taken), probe=pending.probe)
+
+    def _learn_cost(self, stats: StepStats | None) -> None:
+        drafting, self._drafting = self._drafting, 0.0
+        if stats is None or self.cost is None or stats.step == self._last_step:
+            return
+        self._last_step = stats.step
+        if stats.num_sampling == 0 or stats.num_seqs != stats.num_sampling or stats.preempted:
+            return
+        self.cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
+        mean = stats.context // stats.num_sampling
+        plain = self.cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self.cost.attention(1, mean)
+        self._window.append((plain * stats.committed / stats.num_sampling, stats.step_seconds))
+
+    def reset(self, seq: Sequence) -> None:
+        """The sequence finished or was preempted: forget it."""
+        self._states.pop(seq, None)
+
+    # -- what metrics ask ---------------------------------------------------------------------------------------------
+
+    def take_skipped(self) -> dict[str, int]:
+        """Decoding sequences that did not draft since the last call, by reason: no_match, policy, limit, draft_len."""
+        skipped, self._skipped = dict(self._skipped), Counter()
+        return skipped
+
+    def states(self) -> dict[str, dict[str, int]]:
+        """Per drafter: sequences for which it is active, warm or dormant."""
+        result = {name: {"active": 0, "warm": 0, "dormant": 0} for name in self.proposers}
+        for state in self._states.values():
+            for name in state.limits.drafters:
+                result[name]["active" if state.drafter == name else "dormant"] += 1
+        return result
+
+    def gain(self) -> float | None:
+        """Speed over what plain decoding should take for the same tokens, over recent steps; None before any."""
+        real = sum(seconds for _, seconds in self._window)
+        return sum(plain for plain, _ in self._window) / real if real > 0 else None
+
+
+def make_policy(
+    config: SpecConfig,
+    proposers: Mapping[str, Proposer],
+    measure: Callable[[int, int], float],
+    *,
+    key: str = "",
+    max_model_len: int = 256,
+    cache: Path | None = None,
+) -> SpecPolicy:
+    """The policy for an engine. Costs are measured only when they will be used: policy="auto" and a drafter.
+
+    measure: (rows, context) → seconds of a target pass. key, cache: as in `measure_costs`.
+    """
+    if not proposers or config.policy == "fixed":
+        return SpecPolicy(config, proposers, None)
+    far = max(2, min(1024, max_model_len - 64))
+    rows = max(1, min(64, max_model_len - far))
+    return SpecPolicy(config, proposers, measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key))
