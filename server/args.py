@@ -53,13 +53,13 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--verify", choices=[m for m in VERIFY_MODES if m != "synthetic"])
     spec.add_argument("--policy", choices=("auto", "fixed"))
     for flag, dest, kind, text in _SPEC_FLAGS:
-        spec.add_argument(f"--{flag}", dest=f"spec_{dest}", type=kind, help=text)
+        spec.add_argument(f"--{flag}", dest=f"spec_{dest}", metavar=dest.upper(), type=kind, help=text)
     engine = p.add_argument_group("engine (absent = the default of LLM)")
     for name, kind, text in _ENGINE_FLAGS:
         engine.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     engine.add_argument("--deterministic", action="store_true", help="bit-identical output whatever the batch and the drafts")
     engine.add_argument(
-        "--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", help="never reuse KV of equal prefixes"
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes"
     )
     return p
 

@@ -52,6 +52,8 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON: {first.get('ctx', {}).get('error', 'cannot be parsed')}", None
+    if len(first["loc"]) == 1:
+        return f"the body must be a JSON object, sent as Content-Type: application/json ({first['msg']})", None
     path = ""
     for part in first["loc"][1:]:
         if isinstance(part, int):
@@ -60,7 +62,7 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
             path += f".{part}" if path else part
         else:
             break
-    return f"{path or 'body'}: {first['msg']}", path or None
+    return f"{path}: {first['msg']}", path or None
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:

@@ -39,8 +39,8 @@ class Gauges(Protocol):
     def prefix_queries(self) -> int: ...
     @property
     def prefix_hits(self) -> int: ...
-
-    preemptions: int
+    @property
+    def preemptions(self) -> int: ...
 
 
 @dataclass(slots=True)
