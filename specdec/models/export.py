@@ -87,7 +87,7 @@ class _Recorder:
         if count == 1:
             os.replace(self._part(0), self._directory / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._shards):
             file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self._part(index), self._directory / file)

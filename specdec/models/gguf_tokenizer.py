@@ -30,7 +30,7 @@ _PRE: Mapping[str, list[dict[str, Any]]] = {
 def tokenizer_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tokenizer.json, tokenizer_config.json) as dicts. Raises UnsupportedCheckpoint for what cannot be converted exactly."""
     model, pre = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in _PRE:
+    if model != "gpt2" or not isinstance(pre, str) or pre not in _PRE:
         raise UnsupportedCheckpoint(
             f"tokenizer {model!r} with pre-tokenizer {pre!r} cannot be converted exactly; known: gpt2 with {', '.join(_PRE)}. "
             "Use the safetensors form of this model, which carries its tokenizer.json"
@@ -40,7 +40,9 @@ def tokenizer_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     if not tokens or merges is None or types is None or len(types) != len(tokens):
         raise UnsupportedCheckpoint("tokenizer.ggml.tokens, token_type or merges is missing or of the wrong length")
     bos = values.get("tokenizer.ggml.bos_token_id")
-    add_bos = bool(values.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and bos is not None
+    if bos is not None and not 0 <= bos < len(tokens):
+        raise UnsupportedCheckpoint(f"tokenizer.ggml.bos_token_id {bos} is outside the vocabulary of {len(tokens)} tokens")
+    add_bos = values.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -48,7 +50,7 @@ def tokenizer_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         "added_tokens": [_added(i, tokens[i], kind) for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE[pre]},
-        "post_processor": _post_processor(tokens[bos], bos) if add_bos else None,
+        "post_processor": _post_processor(tokens[bos], bos) if add_bos and bos is not None else None,
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",

@@ -1,12 +1,37 @@
-"""Model families: which architectures of a config.json the model code can run, and where they differ."""
+"""Which architectures of a config.json the model code can run, where they differ, and what every model offers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import UnsupportedCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec.layers.attention import KVStore
+    from specdec.models.config import ModelConfig
+    from specdec.types import Batch
+
+
+class Model(Protocol):
+    """A target or drafter as the runner sees it."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    deterministic: bool
+
+    def forward(self, batch: Batch, kv: KVStore, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """(hidden [T, H] after the final norm, taps [T, len(taps)·H] or None); writes K and V of the rows into `kv`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V] f32."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
