@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from specdec import truncation
+from specdec.penalties import Penalties
 from specdec.rng import to_key
 from specdec.rows import RowInfo
 from specdec.sequence import Sequence
 
-_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0}
-_FEATURES = ("allowed", "bad_words", "min_tokens", "bias", "penalty", "noise", "temperature", "min_p", "top_k", "top_p", "typical_p")
+_NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
+_FEATURES = ("allowed", "bad_words", "min_tokens", "bias", "penalty", "temperature", "min_p", "top_k", "top_p", "typical_p")
 
 
 class SamplingState:
@@ -35,13 +36,13 @@ class SamplingState:
     `add` when a sequence gets its request slot (its tokens may already hold output, after preemption), `commit` after its tokens
     grew, `remove` when it leaves. Wide tables ([S, V]) exist only once a request needs them. Token ids are in [0, V).
 
-    Arrays, S = max_num_seqs: temperature, min_p, top_p, typical_p, repetition, frequency, presence [S] f32; top_k [S] i64 (V = off);
+    Arrays, S = max_num_seqs: temperature, min_p, top_p, typical_p [S] f32; top_k [S] i64 (V = off);
     seed, choice, length (tokens so far), min_total, max_total [S] i64; noisy [S] bool; end_ids [S, E] i64, padded with -1.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_stop_ids: int = 4, device: torch.device | str = "cpu"):
         self.max_num_seqs, self.vocab_size, self.device = max_num_seqs, vocab_size, torch.device(device)
-        self.temperature, self.min_p, self.top_p, self.typical_p, self.repetition, self.frequency, self.presence = (
+        self.temperature, self.min_p, self.top_p, self.typical_p = (
             torch.full((max_num_seqs,), value, device=self.device) for value in _NEUTRAL.values()
         )
         self.top_k, self.seed, self.choice, self.length, self.min_total, self.max_total = (
@@ -49,11 +50,10 @@ class SamplingState:
         )
         self.noisy = torch.zeros(max_num_seqs, dtype=torch.bool, device=self.device)
         self.end_ids = self._table((max(max_stop_ids, 1),), torch.int64, -1)
-        self._uses: dict[str, set[int]] = {name: set() for name in _FEATURES}
+        self._uses: dict[str, set[int]] = {name: set() for name in (*_FEATURES, "noise")}
         self._top_k: dict[int, int] = {}
         self._allowed = self._table((0,), torch.bool, True)  # [S, V] once needed
-        self._counts = self._table((0,), torch.int32, 0)  # [S, V] occurrences in the output
-        self._prompted = self._table((0,), torch.bool, False)  # [S, V] occurs in the prompt
+        self._penalties = Penalties(max_num_seqs, vocab_size, self.device)
         self._bias_ids, self._bias = self._table((0,), torch.int64, 0), self._table((0,), torch.float32, 0.0)  # [S, W]
         self._bad_prefix = self._table((0, 0), torch.int64, -1)  # [S, W, L] right-aligned, -1 = matches anything
         self._bad_last = self._table((0,), torch.int64, -1)  # [S, W], -1 = no word
@@ -85,10 +85,9 @@ class SamplingState:
         p, slot = seq.params, seq.request_slot
         self.remove(slot)
         numbers = {"temperature": p.temperature or 1.0, "min_p": p.min_p, "top_p": p.top_p, "typical_p": p.typical_p}
-        numbers |= {"repetition": p.repetition_penalty, "frequency": p.frequency_penalty, "presence": p.presence_penalty}
         for name, value in numbers.items():
             getattr(self, name)[slot] = value
-            if name in self._uses and value != _NEUTRAL[name] and not p.greedy:
+            if value != _NEUTRAL[name] and not p.greedy:
                 self._uses[name].add(slot)
         top_k = p.top_k if 0 < p.top_k < self.vocab_size else self.vocab_size
         self.top_k[slot] = top_k
@@ -99,8 +98,10 @@ class SamplingState:
         self.length[slot], self.min_total[slot], self.max_total[slot] = len(seq.tokens), seq.num_prompt + p.min_tokens, seq.max_total
         if not p.greedy:
             self._uses["noise"].add(slot)
+        if (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0):
+            self._uses["penalty"].add(slot)
+            self._penalties.add(seq)
         self._add_masks(seq, bad_words_ids)
-        self._add_penalties(seq)
 
     def _add_masks(self, seq: Sequence, bad_words_ids: Seq[Seq[int]]) -> None:
         p, slot = seq.params, seq.request_slot
@@ -138,24 +139,12 @@ class SamplingState:
         self._uses["bad_words"].add(slot)
         self._keep_tail(seq)
 
-    def _add_penalties(self, seq: Sequence) -> None:
-        p, slot = seq.params, seq.request_slot
-        if p.repetition_penalty == 1.0 and p.frequency_penalty == 0.0 and p.presence_penalty == 0.0:
-            return
-        self._counts = self._grown(self._counts, (self.vocab_size,), 0)
-        self._prompted = self._grown(self._prompted, (self.vocab_size,), False)
-        self._counts[slot] = torch.bincount(self._ids(seq.output), minlength=self.vocab_size).to(torch.int32)
-        self._prompted[slot] = False
-        self._prompted[slot, self._ids(seq.tokens[: seq.num_prompt])] = True
-        self._uses["penalty"].add(slot)
-
     def commit(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         """After `seq.append`: `new_tokens` are the last of `seq.tokens`."""
         slot = seq.request_slot
         self.length[slot] = len(seq.tokens)
         if slot in self._uses["penalty"] and len(new_tokens):
-            ids = self._ids(new_tokens)
-            self._counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            self._penalties.commit(slot, new_tokens)
         if slot in self._uses["bad_words"]:
             self._keep_tail(seq)
         if slot in self._uses["min_tokens"] and len(seq.tokens) >= seq.num_prompt + seq.params.min_tokens:
@@ -171,6 +160,7 @@ class SamplingState:
         for used in self._uses.values():
             used.discard(request_slot)
         self._top_k.pop(request_slot, None)
+        self._penalties.remove(request_slot)
 
     def samples(self, request_slots: Seq[int]) -> bool:
         """Whether any of them has a temperature above 0."""
@@ -191,16 +181,14 @@ class SamplingState:
 
         A bad word or an end token too early is let through where nothing else would be left.
         """
-        used = {name: index for name, slots in self._uses.items() if slots and (index := rows.of(slots)) is not None}
-        if token_mask is not None:
-            scores = logits.masked_fill(~token_mask, -torch.inf)
-        elif used.keys() - {"noise"}:
-            scores = logits.clone()
-        else:
-            return logits
+        used = {name: i for name in _FEATURES if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
+        scores = logits if token_mask is None else logits.masked_fill(~token_mask, -torch.inf)
         for name, index in used.items():
-            if name != "noise":
-                stage = getattr(self, f"_apply_{name}")
+            stage = getattr(self, f"_apply_{name}")
+            if isinstance(index, slice):
+                scores = stage(scores, rows.slot, rows, index)
+            else:
+                scores = scores.clone() if scores is logits else scores
                 scores[index] = stage(scores[index], rows.slot[index], rows, index)
         return scores
 
@@ -224,13 +212,7 @@ class SamplingState:
         return scores.scatter_add(1, self._bias_ids[slot], self._bias[slot])
 
     def _apply_penalty(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
-        path = rows.path_tokens[index]
-        counts = self._counts[slot].scatter_add(1, path.clamp(min=0), (path >= 0).to(torch.int32))
-        said = counts > 0
-        rate = self.repetition[slot][:, None]
-        repeated = torch.where(scores > 0, scores / rate, scores * rate)
-        scores = torch.where(said | self._prompted[slot], repeated, scores)
-        return scores - self.frequency[slot][:, None] * counts - self.presence[slot][:, None] * said
+        return self._penalties.apply(scores, slot, rows.path_tokens[index])
 
     def _apply_temperature(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
         return scores / self.temperature[slot][:, None]
