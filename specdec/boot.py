@@ -18,6 +18,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.models.config import ModelConfig
+from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, load_model
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
@@ -124,7 +125,14 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         kv=kv,
         sampling=SamplingState(config.max_num_seqs, loaded.config.vocab_size, device=device),
         verifier=_verifier(config.speculation, proposers),
-        policy=make_policy(config.speculation, proposers, runner.measure, key=f"{loaded.fingerprint}-{loaded.model.dtype}"),
+        policy=make_policy(
+            config.speculation,
+            proposers,
+            runner.measure,
+            key=f"{loaded.fingerprint}-{loaded.model.dtype}-{device.type}",
+            max_model_len=size.max_model_len,
+            cache=cache_dir() / "costs",
+        ),
         proposers=proposers,
     )
 

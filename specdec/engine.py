@@ -149,7 +149,7 @@ class Engine:
             parts.append(self.proposers[name].propose(tuple(shares[i] for i in own), self.sampling))
             self.policy.drafted(name, time.perf_counter() - begin, len(own))
             orders.append(own)
-        return self.policy.trim(merge(parts, orders), shares)
+        return self.policy.trim(merge(parts, orders), shares, other_rows=plan.num_rows - len(shares))
 
     def _verify(self, plan: StepPlan, tree: DraftTree, forward: Forward) -> Verdict:
         shares = tuple(s for s in plan.scheduled if s.samples)
