@@ -179,6 +179,8 @@ def _integer(config: Mapping[str, Any], key: str, low: int, high: int, *, defaul
 def _number(config: Mapping[str, Any], key: str, low: float, high: float, *, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
+    if value is None:
+        raise UnsupportedCheckpoint(f"config.json: {key} is missing")
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
         raise UnsupportedCheckpoint(f"config.json: {key} must be a number in ({low}, {high}], got {value!r}")
     return float(value)

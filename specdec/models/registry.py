@@ -69,6 +69,5 @@ def family_of(config: Mapping[str, Any]) -> Family:
         for family in FAMILIES.values():
             if family.model_type == model_type:
                 return family
-    raise UnsupportedCheckpoint(
-        f"architecture {', '.join(map(str, names)) or model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
-    )
+    found = ", ".join(map(str, names)) or f"of model_type {model_type!r}"
+    raise UnsupportedCheckpoint(f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}")
