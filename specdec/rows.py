@@ -96,7 +96,8 @@ class RowInfo:
             return None
         if all(hit):
             return slice(None)
-        rows, first = [], 0
+        rows: list[int] = []
+        first = 0
         for inside, count in zip(hit, self.counts, strict=True):
             rows.extend(range(first, first + count) if inside else ())
             first += count

@@ -131,7 +131,7 @@ def walk_block(tokens: Tensor, num_nodes: Tensor, target: Law, draft: Law | None
     kept_weight, log_p = weight.clone(), target(node)
     law = _chain_law(draft, node, tokens, log_p)
     for i in range(1, width):
-        valid, last = i < num_nodes, i == num_nodes - 1
+        valid, last = num_nodes > i, num_nodes == i + 1
         child = tokens[:, i : i + 1]
         p, q = log_p.gather(1, child)[:, 0], law.gather(1, child)[:, 0]
         weight = torch.where(torch.isneginf(q), -torch.inf, (weight + p - q).clamp(max=0.0))

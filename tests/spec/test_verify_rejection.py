@@ -1,4 +1,4 @@
-"""Rejection and block verification emit exactly the target's law: by exact enumeration of drafts and coins, and by chi-square.
+"""Rejection and block verification emit exactly the target's law: by exact enumeration of drafts and coins.
 
 Enumeration runs the real walks. A coin near 0 accepts whatever can be accepted, one near 1 rejects whatever can be rejected, so
 the 2^(N-1) patterns of such coins visit every branch; the walk reports the rate of each coin it read, which gives the branch its
@@ -10,22 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec import rng
-from specdec.config import SamplingParams
-from specdec.errors import ConfigError
-from specdec.kernels.noise import reference as noise
-from specdec.sampling import SamplingState
 from specdec.spec import rejection
-from specdec.spec.tree import tree_from_lists
-from specdec.spec.verify import Verifier
-from specdec.types import Scheduled
-from tests.spec.toy import decode, new_sequence, root_drafts
 from tests.spec.trees import path_to
 
 V = 3
@@ -235,85 +226,3 @@ def test_impossible_and_vanishing_laws() -> None:
     nearly = torch.tensor([[0.5 - 1e-13, 0.5 + 1e-13, 0.0]], dtype=torch.float64).log()
     assert rejection.residual(p, nearly)[0].exp().tolist() == [1.0, 0.0, 0.0]
     assert rejection.without(torch.tensor([[0.0, -math.inf]]), torch.tensor([0])).isneginf().all()
-
-
-# -- the verifier in these modes ---------------------------------------------------------------------------------------------
-
-
-def test_rejection_and_block_text_equals_greedy_at_temperature_zero() -> None:
-    params = SamplingParams(temperature=0.0, frequency_penalty=0.5, max_tokens=20)
-    off = decode(params, root_drafts, prompt=[1, 2], vocab=7)
-    for mode in ("rejection", "block"):
-        for draft in ([1, 2, 3], [5]):
-            on = decode(
-                params,
-                lambda seq, draft=draft: ([seq.tokens[-1], *draft], range(-1, len(draft)), None),
-                prompt=[1, 2],
-                vocab=7,
-                verifier=Verifier(mode),
-            )
-            assert on.tokens == off.tokens
-
-
-def test_block_refuses_trees() -> None:
-    with pytest.raises(ConfigError, match="chains"):
-        decode(
-            SamplingParams(max_tokens=4),
-            lambda seq: ([seq.tokens[-1], 1, 2], [-1, 0, 0], None),
-            prompt=[1],
-            vocab=7,
-            verifier=Verifier("block"),
-        )
-
-
-@pytest.mark.parametrize("mode", ["rejection", "block"])
-def test_sampled_drafts_keep_the_joint_law_over_steps_by_chi_square(mode: str) -> None:
-    """Real noise, several steps: drafts drawn with purpose DRAFT, chains of 2, until 3 tokens are out; 12,000 seeds.
-
-    26 degrees of freedom: a true sampler exceeds 62.2 once in 10,000 choices of the seeds, which are fixed. Steps overlap in
-    position, so this is also the test that no draft or coin of one step leaks into the next.
-    """
-    count, world = 12_000, World(8)
-    params = SamplingParams(temperature=1.0, max_tokens=3)
-    sampling, verifier = SamplingState(count, V), Verifier(mode)
-    seqs = [new_sequence(b, [0], params, seed=b) for b in range(count)]
-    for seq in seqs:
-        sampling.add(seq)
-    live = seqs
-    while live:
-        drafts, laws, logits = _draw_chains(world, live)
-        tree = replace(
-            tree_from_lists([([s.tokens[-1], *d], [-1, 0, 1], None) for s, d in zip(live, drafts.tolist(), strict=True)]), log_q=laws
-        )
-        verdict = verifier.verify(tree, logits, tuple(Scheduled(s, 1, True) for s in live), sampling)
-        runs, counts = verdict.committed.tolist(), verdict.num_committed.tolist()
-        for b, seq in enumerate(live):
-            seq.append(runs[b][: counts[b]], 0)
-            sampling.commit(seq, runs[b][: counts[b]])
-        live = [s for s in live if len(s.tokens) < 4]
-    joint = target_law(world, 3).flatten()
-    codes = torch.tensor([s.output[0] * V * V + s.output[1] * V + s.output[2] for s in seqs])
-    counted = torch.bincount(codes, minlength=V**3).double()
-    assert ((counted - count * joint) ** 2 / (count * joint)).sum().item() < 62.2
-
-
-def _draw_chains(world: World, seqs: list) -> tuple[Tensor, Tensor, Tensor]:
-    """Two sampled drafts per sequence: tokens [B, 2], draft laws [B, 3, V], target logits [3 B, V]."""
-    seeds, starts = torch.tensor([s.seed for s in seqs]), torch.tensor([len(s.tokens) for s in seqs])
-    laws, logits, drafts = [], [], torch.empty((len(seqs), 0), dtype=torch.int64)
-    cache: dict[tuple, tuple[Tensor, Tensor]] = {}
-
-    def both(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        if path not in cache:
-            cache[path] = (world.draft(path).float(), world.target(path).float())
-        return cache[path]
-
-    for depth in range(3):
-        pairs = [both(tuple(s.output + d)) for s, d in zip(seqs, drafts.tolist(), strict=True)]
-        laws.append(torch.stack([pair[0] for pair in pairs]))
-        logits.append(torch.stack([pair[1] for pair in pairs]))
-        if depth < 2:
-            purpose = rng.draft_purpose(depth + 1)
-            drawn = noise.gumbel_argmax(laws[-1], seeds, starts, seeds * 0, seeds >= 0, purpose)
-            drafts = torch.cat([drafts, drawn[:, None]], dim=1)
-    return drafts, torch.stack(laws, dim=1), torch.stack(logits, dim=1).flatten(0, 1)
