@@ -280,9 +280,10 @@ class EngineLoop:
                 engine.add_request(ticket.request_id, ticket.prompt, job.params, arrival=job.arrival)
                 self._live[ticket.request_id] = ticket
             except Exception as err:
-                if not isinstance(err, SpecdecError):
-                    log.exception("add_request failed")
                 error = err
+                if not isinstance(err, SpecdecError):  # a bug met by this request; the others go on
+                    log.exception("add_request failed")
+                    error = SpecdecError(f"internal error while admitting the request: {type(err).__name__}: {err}")
                 for accepted in job.tickets[:i]:
                     self._live.pop(accepted.request_id)
                     engine.abort(accepted.request_id)

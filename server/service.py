@@ -16,7 +16,7 @@ from starlette.requests import Request
 from specdec.config import SamplingParams
 from specdec.errors import ModelNotFound
 from specdec.metrics import Metrics
-from specdec.server.loop import Engine, EngineLoop, Job
+from specdec.server.loop import Engine, EngineLoop, Job, NotReady
 from specdec.server.protocol import Generation, check_extras
 from specdec.server.responses import Header, Json, Usage
 from specdec.server.streaming import DONE, EventStream, answer, event
@@ -68,15 +68,15 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """The running engine; raises the typed error that says why there is none."""
-        self.loop.check_open()
-        assert self.loop.engine is not None
+        """The engine, once it is built; else the typed error that says why there is none."""
+        if self.loop.engine is None:
+            self.loop.check_open()
+            raise NotReady("the model is still loading; try again in a moment")
         return self.loop.engine
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        engine = self.loop.engine
-        return self.settings.model_names or ((engine.model_name,) if engine is not None else ())
+        return self.settings.model_names or (self.engine.model_name,)
 
     @property
     def fingerprint(self) -> str:
@@ -98,6 +98,7 @@ class Service:
 
     def open(self, body: Generation, kind: str) -> tuple[Header, dict[str, str]]:
         """Checks shared by both kinds of completion; the response header and the HTTP headers."""
+        self.loop.check_open()
         header = Header(kind, self.check_model(body.model), self.fingerprint)
         ignored = check_extras(body, strict=self.settings.strict)
         headers = {"X-Request-Id": header.id}

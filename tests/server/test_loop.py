@@ -1,0 +1,173 @@
+"""The engine loop: loading, crashes, admission of groups, draining; and that the event loop never waits for the engine."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from specdec.config import EngineConfig, SamplingParams
+from specdec.errors import UnsupportedCheckpoint
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Served, served
+from tests.server.test_disconnect import gated, send, until
+
+TEXT = "/v1/completions"
+
+
+class Broken(FakeEngine):
+    """Fails in the step that should produce token number `after`; or in add_request, for prompts that start with z."""
+
+    after = 10**9
+
+    def step(self) -> list[Any]:
+        if any(len(p) >= self.after for r in self._running for p in r.produced):
+            raise RuntimeError("the device is lost")
+        return super().step()
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, arrival: float | None = None) -> None:
+        super().add_request(request_id, prompt, params, arrival=arrival)
+        if prompt[0] == 25:
+            self.abort(request_id)
+            raise KeyError("a bug")
+
+
+def test_probes_while_loading() -> None:
+    go = threading.Event()
+
+    def build() -> FakeEngine:
+        go.wait(60)
+        return FakeEngine()
+
+    with served(build, wait=False) as server:
+        assert server.http.get("/health").status_code == 200
+        asked = (server.http.get("/ready"), server.http.post(TEXT, json={"prompt": "a"}), server.http.get("/v1/models"))
+        for answer in (*asked, server.http.get("/v1/models/fake")):
+            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "not_ready"
+        assert server.http.get("/metrics").status_code == 200
+        go.set()
+        until(lambda: server.http.get("/ready").status_code == 200)
+        assert server.http.post(TEXT, json={"prompt": "a"}).status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    def build() -> FakeEngine:
+        raise UnsupportedCheckpoint("model.gguf is truncated")
+
+    with served(build) as server:
+        assert server.http.get("/health").status_code == 500
+        assert server.http.get("/ready").status_code == 503
+        answer = server.http.post(TEXT, json={"prompt": "a"})
+        assert answer.status_code == 500 and "truncated" in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_crashes_answers_everybody() -> None:
+    engine = Broken(EngineConfig(model="fake", max_num_seqs=2))
+    with served(lambda: engine) as server:
+        engine.after = 5
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: server.http.post(TEXT, json={"prompt": "abc", "max_tokens": 50}), range(4)))
+        assert [a.status_code for a in answers] == [500] * 4
+        assert all(a.json()["error"]["code"] == "engine_dead" for a in answers)
+        assert server.http.get("/health").status_code == 500 and server.http.get("/ready").status_code == 503
+        assert server.http.post(TEXT, json={"prompt": "a"}).status_code == 500
+        assert engine.closed
+
+
+def test_a_crash_inside_a_stream_is_its_last_event() -> None:
+    engine = Broken()
+    with served(lambda: engine) as server:
+        engine.after = 5
+        seen = 0
+        with pytest.raises(openai.APIError, match="device is lost"):
+            for _ in server.client.completions.create(model="fake", prompt="abc", max_tokens=50, stream=True):
+                seen += 1
+        assert seen > 0
+        engine.after = 10**9
+
+
+def test_a_bug_in_one_admission_leaves_the_others_alone() -> None:
+    with served(Broken) as server:
+        answer = server.http.post(TEXT, json={"prompt": "zzz"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+        assert server.http.post(TEXT, json={"prompt": "abc"}).status_code == 200
+
+
+def test_prompts_of_one_request_are_admitted_whole_or_not_at_all() -> None:
+    engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=1, max_queue=2))
+    with served(lambda: engine) as server:
+        answer = server.http.post(TEXT, json={"prompt": ["a", "b", "c", "d"], "max_tokens": 2})
+        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+        until(lambda: not engine.has_work())
+        bad = server.http.post(TEXT, json={"prompt": [[1], [2], [999]], "max_tokens": 2})
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
+        until(lambda: not engine.has_work())
+        assert len(engine.aborted) == 5
+        assert server.http.post(TEXT, json={"prompt": ["a", "b", "c"], "max_tokens": 2}).status_code == 200
+
+
+def test_probes_answer_while_the_engine_is_inside_a_step() -> None:
+    with gated() as (server, _, gate):
+        sock = send(server, max_tokens=3)
+        until(gate.waiting.is_set)
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            assert server.http.get(path).status_code == 200
+        assert gate.waiting.is_set()  # nothing has moved meanwhile
+        gate.open()
+        assert b"200 OK" in sock.recv(1 << 16)
+
+
+def test_queue_age_rises_before_the_engine_sees_the_request() -> None:
+    """A hung engine is when the gauge matters most."""
+    with gated() as (server, _, gate):
+        first = send(server, max_tokens=3)
+        until(gate.waiting.is_set)
+        second = send(server, max_tokens=3)
+        until(lambda: server.metric("specdec_queue_depth") == 2)
+        ages = [server.metric("specdec_queue_oldest_age_seconds") for _ in range(5)]
+        assert ages == sorted(set(ages)) and server.metric("specdec_queue_depth") == 2
+        gate.open()
+        until(lambda: server.metric("specdec_requests_total", outcome="length") == 2)
+        assert server.metric("specdec_queue_oldest_age_seconds") == 0
+        assert first.recv(1 << 16) and second.recv(1 << 16)
+
+
+def test_drain_refuses_new_work_and_finishes_the_rest() -> None:
+    with gated() as (server, _, gate), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "abc", "max_tokens": 30}))
+        until(gate.waiting.is_set)
+        on_loop(server, server.loop.drain)
+        assert server.http.get("/health").status_code == 200
+        for refused in (server.http.get("/ready"), server.http.post(TEXT, json={"prompt": "a"})):
+            assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["code"] == "draining"
+        assert not server.loop.drained.is_set()
+        gate.open()
+        done: httpx.Response = answer.result(60)
+        assert done.status_code == 200 and done.json()["usage"]["completion_tokens"] == 30
+        until(server.loop.drained.is_set)
+
+
+def test_a_drain_that_takes_too_long_ends_with_an_error() -> None:
+    with gated() as (server, engine, gate), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "abc", "max_tokens": 30}))
+        until(gate.waiting.is_set)
+        on_loop(server, server.loop.drain)
+        on_loop(server, server.loop.abort_all)
+        assert answer.result(60).status_code == 503
+        assert server.loop.drained.is_set()
+        gate.open()
+        until(lambda: engine.aborted)
+
+
+def on_loop(server: Served, call: Any) -> None:
+    """Run `call` on the server's event loop and wait for it."""
+    done = threading.Event()
+    assert server.loop._loop is not None
+    server.loop._loop.call_soon_threadsafe(lambda: (call(), done.set()))
+    assert done.wait(60)
