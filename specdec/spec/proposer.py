@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,9 @@ from specdec.config import SpecConfig
 from specdec.types import DraftTree, Scheduled, Verdict
 
 if TYPE_CHECKING:
+    from specdec.cache.kv import KVCache
+    from specdec.cache.pool import BlockPool
+    from specdec.models.load import LoadedModel
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
 
@@ -28,7 +31,7 @@ class DrafterContext:
     vocab_size: target vocabulary; drafts stay below it. max_model_len: target limit in tokens.
     tokenize: text → target ids without special tokens, for corpus files.
     oracle: future tokens of a sequence after those it holds (any number, may be empty), for the test drafters.
-    kv: the target's KV cache, where a draft model attaches its own.
+    kv, pools: the target's KV cache, where a draft model attaches its own, and the block pools of its groups.
     load: checkpoint name → loaded model (`models.load`), for draft_model.
     """
 
@@ -39,8 +42,9 @@ class DrafterContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokenize: Callable[[str], list[int]] | None = None
     oracle: Callable[[Sequence], Seq[int]] | None = None
-    kv: Any = None
-    load: Callable[[str], Any] | None = None
+    kv: KVCache | None = None
+    pools: Seq[BlockPool] = ()
+    load: Callable[[str], LoadedModel] | None = None
 
 
 @runtime_checkable

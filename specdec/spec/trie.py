@@ -82,6 +82,10 @@ class DraftTrie:
 
     def select(self, nodes: int) -> DraftTrie:
         """The `nodes` likeliest nodes (root included), best path numbered first, then parents before children."""
+        return self.renumbered(self.best(nodes))
+
+    def best(self, nodes: int) -> list[int]:
+        """The nodes of `select`, in its order."""
         kept = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))[:nodes]
         inside = set(kept)
         path, node = [0], 0
@@ -91,10 +95,10 @@ class DraftTrie:
                 break
             node = max(options, key=lambda c: (self.scores[c], -c))
             path.append(node)
-        order = path + [i for i in sorted(kept) if i not in set(path)]
-        return self._renumbered(order)
+        return path + sorted(inside.difference(path))
 
-    def _renumbered(self, order: Seq[int]) -> DraftTrie:
+    def renumbered(self, order: Seq[int]) -> DraftTrie:
+        """The nodes `order` (root first, parents before children) as a tree of their own, in that order."""
         new = DraftTrie(self.tokens[0], limit=max(self.limit, 1), width=self.width)
         number = {0: 0}
         for old in order[1:]:

@@ -15,7 +15,7 @@ from specdec.types import DraftTree, Scheduled, SpecBudget, Verdict
 
 def context(vocab_size: int = 1000, **changes: Any) -> DrafterContext:
     """A drafter context on the CPU; keyword arguments that SpecConfig knows go there."""
-    own = {k: changes.pop(k) for k in ("tokenize", "oracle", "kv", "load") if k in changes}
+    own = {k: changes.pop(k) for k in ("tokenize", "oracle", "kv", "pools", "load") if k in changes}
     return DrafterContext(config=SpecConfig(**changes), vocab_size=vocab_size, max_model_len=4096, **own)
 
 
