@@ -8,7 +8,7 @@ MODEL ?= smollm2-135m-instruct
 SPECULATION ?= auto
 ARGS ?=
 
-.PHONY: setup serve test test-all lint bench clean
+.PHONY: setup serve test test-all test-gpu lint bench clean
 
 setup: $(VENV)/.ready
 
@@ -19,9 +19,12 @@ test: $(VENV)/.test-ready lint  ## the suite without the slow tests
 	$(PY) -m specdec.cli pull $(MODEL)
 	$(PY) -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-all: $(VENV)/.test-ready lint  ## everything, slow tests too
+test-all: $(VENV)/.test-ready lint  ## slow tests too
 	$(PY) -m specdec.cli pull $(MODEL)
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.test-ready  ## what needs a CUDA device
+	$(PY) -m pytest -q -m gpu $(ARGS)
 
 lint: $(VENV)/.test-ready
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

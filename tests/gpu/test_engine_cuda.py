@@ -1,0 +1,36 @@
+"""The engine on a CUDA device, through the PyTorch references: the same promises as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.config import SamplingParams
+from tests.harness import GREEDY, SHAPES, P, R, engine, oracle_of, run
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS = {
+    "greedy": (P, GREEDY),
+    "repetitive": (R, GREEDY),
+    "sampled": (P, SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=32, ignore_eos=True)),
+    "penalised": (P, SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, seed=5, max_tokens=32, ignore_eos=True)),
+}
+
+
+@pytest.mark.parametrize("kind", ["t0", "two_groups"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_identity_with_speculation_off(kind: str, shape: str) -> None:
+    """float32 and deterministic=True: the same tokens with every drafter, chain and tree, greedy and sampled."""
+    options = {"kind": kind, "device": "cuda", "dtype": "float32", "deterministic": True, "kv_cache_bytes": 1 << 26}
+    off = run(engine(**options), REQUESTS)
+    on = run(engine(SHAPES[shape], oracle=oracle_of(off), **options), REQUESTS)
+    for name in REQUESTS:
+        assert on[name].outputs[0].token_ids == off[name].outputs[0].token_ids, name
+
+
+def test_cuda_agrees_with_the_cpu() -> None:
+    """Same noise, same tokens on both devices (float32, tiny model without near-ties on this path)."""
+    cpu = run(engine(), REQUESTS)
+    cuda = run(engine(device="cuda", dtype="float32", kv_cache_bytes=1 << 26), REQUESTS)
+    for name in REQUESTS:
+        assert cuda[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids, name
