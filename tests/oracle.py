@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,6 +56,19 @@ class PlainKV:
             logit_rows=torch.arange(count),
             max_query=count,
             max_ctx=start,
+        )
+
+    def tree(self, tokens: Sequence[int], parents: Sequence[int], start: int) -> Batch:
+        """A draft tree whose root stands at position `start`; node i's K and V go to slot position start + i."""
+        words, depth = [1], [0]
+        for i, parent in enumerate(parents[1:], start=1):
+            words.append(words[parent] | 1 << i)
+            depth.append(depth[parent] + 1)
+        return replace(
+            self.batch(tokens, start),
+            positions=start + torch.tensor(depth),
+            tree_len=torch.tensor([len(tokens)], dtype=torch.int32),
+            tree_mask=torch.tensor(words, dtype=torch.int64),
         )
 
 

@@ -29,24 +29,24 @@ class KVStore(Protocol):
 class Attention:
     """Grouped-query attention of one layer. qkv: [H] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full."""
 
-    layer: int
     qkv: Linear
     out: Linear
     rotary: Rotary
     scale: float
     window: int | None = None
 
-    def __call__(self, x: Tensor, batch: Batch, kv: KVStore) -> Tensor:
-        """[T, H] -> [T, H]; writes this step's K and V at the batch's slots before attending."""
-        group = kv.group_of(self.layer)
-        k_cache, v_cache = kv.layer(self.layer)
-        slots = batch.slot_mapping[group]
+    def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, H] -> [T, H]; writes this step's K and V at `slots` before attending.
+
+        table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
+        """
+        k_cache, v_cache = caches
         q = ops.rope_write_kv(self.qkv(x), batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots)
         mixed = ops.tree_attention(
             q,
             k_cache,
             v_cache,
-            batch.block_tables[group],
+            table,
             batch.cu_query,
             batch.ctx_lens,
             batch.tree_len,

@@ -97,7 +97,9 @@ def _snapshot(repo: str) -> Path:
         raise ModelNotFound(f"model {repo!r}: `pip install huggingface_hub` to fetch models from the hub", param="model") from None
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
     try:
-        return _model_in(Path(snapshot_download(repo, allow_patterns=patterns, etag_timeout=10)))
+        return _model_in(
+            Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"], etag_timeout=10))
+        )
     except UnsupportedCheckpoint:
         raise
     except Exception as err:  # the hub client raises many unrelated types; all mean "could not be fetched"

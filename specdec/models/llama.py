@@ -67,6 +67,7 @@ class LlamaModel:
         return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
 
     def _forward(self, batch: Batch, kv: KVStore, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        groups = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))  # views, made once a step
         tapped: dict[int, Tensor] = {}
         residual = self.embedding(batch.input_ids)
         branch: Tensor | None = None  # output of the last block, not yet added to the stream
@@ -77,7 +78,8 @@ class LlamaModel:
                 x, residual = layer.input_norm.add(branch, residual)
             if index in taps:
                 tapped[index] = residual
-            x, residual = layer.post_norm.add(layer.attention(x, batch, kv), residual)
+            mixed = layer.attention(x, batch, *groups[kv.group_of(index)], kv.layer(index))
+            x, residual = layer.post_norm.add(mixed, residual)
             branch = layer.down(ops.silu_mul(layer.gate_up(x)))
         assert branch is not None  # a config has at least one layer
         hidden, residual = self.norm.add(branch, residual)
@@ -121,7 +123,6 @@ class _Builder:
         c, prefix = self.config, f"model.layers.{index}"
         qkv = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"]
         attention = Attention(
-            layer=index,
             qkv=self.linear(qkv, [c.q_size, c.kv_size, c.kv_size], c.hidden_size, c.qkv_bias),
             out=self.linear([f"{prefix}.self_attn.o_proj"], [c.hidden_size], c.q_size, c.o_bias),
             rotary=self.rotary,

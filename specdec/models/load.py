@@ -121,6 +121,9 @@ class UnpackedWeights:
 def fingerprint_of(config: ModelConfig, weights: Weights) -> str:
     """Digest of the config, the final norm and a few embedding rows: cheap, and different for any retrained checkpoint."""
     digest = hashlib.sha256(json.dumps(config.to_hf(), sort_keys=True).encode())
+    if isinstance(weights, DummyWeights):
+        digest.update(weights.origin.encode())
+        return digest.hexdigest()[:32]
     norm = weights.get("model.norm.weight", (config.hidden_size,))
     embedding = weights.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     rows = embedding if isinstance(embedding, torch.Tensor) else embedding.data

@@ -115,7 +115,7 @@ class DummyWeights:
     """
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32):
-        self.origin = "dummy weights"
+        self.origin = f"dummy weights (seed {seed})"
         self._seed = seed
         self._dtype = dtype
 
