@@ -16,9 +16,7 @@ SLIDING = KVGroup("sliding", num_layers=1, num_kv_heads=1, head_dim=8, window=8)
 
 
 def cache() -> KVCache:
-    return KVCache(
-        [FULL, SLIDING], [6, 5], 4, dtype=torch.float32, device="cpu", layer_group=[0, 1, 0], layer_in_group=[0, 0, 1]
-    )
+    return KVCache([FULL, SLIDING], [6, 5], 4, dtype=torch.float32, device="cpu", layer_group=[0, 1, 0], layer_in_group=[0, 0, 1])
 
 
 def fill(kv: KVCache) -> None:

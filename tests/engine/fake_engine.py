@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from unittest.mock import patch
 
+from specdec.cache.ledger import Ledger
 from specdec.cache.pool import NULL_BLOCK, BlockPool
 from specdec.cache.prefix import first_visible
 from specdec.config import EngineConfig, SamplingParams
@@ -65,7 +67,9 @@ class FakeEngine:
     def snapshot(self) -> object:
         """Everything `plan` could disturb."""
         s = self.scheduler
-        pools = [(list(p._refs), list(p._hash_of), dict(p._block_of), list(p._free), list(p._cached), list(p.generation)) for p in self.pools]
+        pools = [
+            (list(p._refs), list(p._hash_of), dict(p._block_of), list(p._free), list(p._cached), list(p.generation)) for p in self.pools
+        ]
         seqs = [
             (s.status, s.num_computed, s.request_slot, copy.deepcopy(s.block_tables), list(s.block_hashes), s.num_hashed_cached, s.fork_of)
             for s in self.all
@@ -76,10 +80,13 @@ class FakeEngine:
         """One step with every promise of the scheduler checked on the way."""
         s = self.scheduler
         before, oldest = self.snapshot(), s.running[:1]
-        plan = s.plan(budget_of)
+        assert s.plan(budget_of) == s.plan(budget_of)
+        ledgers: list[Ledger] = []
+        with patch("specdec.planning.Ledger", lambda *args: ledgers.append(Ledger(*args)) or ledgers[-1]):
+            plan = s.plan(budget_of)
         assert self.snapshot() == before, "plan() changed something"
-        assert plan == s.plan(budget_of)
         applied = s.apply(plan)
+        assert ledgers[0].free == [p.num_free for p in self.pools], "plan() and apply() count blocks differently"
         self._check_plan(plan, oldest)
         for g, src, dst in applied.copies:
             size = self.config.block_size

@@ -92,7 +92,7 @@ def test_youngest_is_preempted_and_comes_back_first() -> None:
     old, young, late = sequence([1] * 6, 14), sequence([0] * 6, 14), sequence([1], 2)
     engine.add(old, young)
     seen = []
-    while not young.status is Status.PREEMPTED:  # noqa: SIM201, E714
+    while young.status is not Status.PREEMPTED:
         seen.append(engine.step())
         assert len(seen) < 20
     assert seen[-1].preempted == (young,) and old.status is Status.RUNNING
@@ -210,12 +210,12 @@ def test_choices_wait_without_blocking_others() -> None:
 
 def test_what_can_never_run_is_refused() -> None:
     engine = FakeEngine(groups=(FULL,), blocks=9, length=64)
-    with pytest.raises(RequestTooLong, match="64 prompt tokens.*max_model_len=64") as error:
+    with pytest.raises(RequestTooLong, match=r"64 prompt tokens.*max_model_len=64") as error:
         engine.add(sequence([1] * 64, 1))
     assert error.value.param == "prompt"
     with pytest.raises(RequestTooLong, match="max_model_len=64"):
         engine.add(sequence([1] * 60, 5))
-    with pytest.raises(RequestTooLong, match="30 prompt tokens and up to 4 new ones need 9 KV blocks.*has 8") as error:
+    with pytest.raises(RequestTooLong, match=r"30 prompt tokens and up to 4 new ones need 9 KV blocks.*has 8") as error:
         engine.add(sequence([1], 1), sequence([1] * 30, 4))
     assert error.value.param == "max_tokens"
     with pytest.raises(InvalidRequest, match="empty"):
@@ -321,7 +321,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups = (FULL, SLIDING) if two else (FULL,)
         self.length = 100
         self.engine = FakeEngine(
-            groups=groups, blocks=blocks if two else blocks // 2, block_size=size, seqs=seqs, rows=rows, length=self.length, prefix=prefix, seed=seed
+            groups=groups,
+            blocks=blocks if two else blocks // 2,
+            block_size=size,
+            seqs=seqs,
+            rows=rows,
+            length=self.length,
+            prefix=prefix,
+            seed=seed,
         )
         self.names = 0
 
