@@ -13,13 +13,13 @@ import torch
 from specdec.batch import BatchBuilder
 from specdec.cache.kv import KVCache
 from specdec.cache.pool import BlockPool
-from specdec.cache.sizing import PoolSize, size_pool
+from specdec.cache.sizing import PoolSize, block_bytes, size_pool
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
-from specdec.models.load import LoadedModel, load_model
+from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
@@ -111,6 +111,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         tokenize=loaded.tokenizer.encode,
         oracle=oracle,
         kv=kv,
+        pools=pools,
         load=lambda name: load_model(name, device=device, dtype=config.dtype, deterministic=config.deterministic),
     )
     proposers = create_for(context)
@@ -168,4 +169,14 @@ def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         max_num_batched_tokens=config.max_num_batched_tokens,
         explicit_len=config.max_model_len is not None,
         num_kv_blocks=config.num_kv_blocks,
+        companion_bytes=_companion_bytes(config, device),
     )
+
+
+def _companion_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that a draft model's KV adds to every block of the target's full-attention group."""
+    if config.speculation.method != "draft_model" or config.speculation.model is None:
+        return 0
+    draft = find_checkpoint(config.speculation.model).config
+    dtype = resolve_dtype(config.dtype, draft, device)
+    return sum(block_bytes(group, config.block_size, dtype) for group in draft.kv_groups())
