@@ -105,8 +105,8 @@ SHAPES: dict[str, SpecConfig] = {
 
 
 def engine(speculation: SpecConfig | str = "off", *, kind: str = "t0", oracle: Oracle | None = None, **options: Any) -> Engine:
-    """An engine in some milliseconds: float32, CPU, blocks of 4 tokens. `options` are fields of EngineConfig."""
-    options = {"block_size": 4, "device": "cpu", "max_num_seqs": 16, "kv_cache_bytes": 1 << 24} | options
+    """An engine in some milliseconds: float32, CPU, blocks of 4 tokens, 128 positions. `options` are fields of EngineConfig."""
+    options = {"block_size": 4, "device": "cpu", "max_model_len": 128, "max_num_seqs": 16, "kv_cache_bytes": 1 << 24} | options
     config = EngineConfig(model=checkpoint(kind), speculation=SpecConfig.of(speculation), **options)
     return build_engine(config, oracle=oracle)
 
