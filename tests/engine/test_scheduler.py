@@ -1,17 +1,13 @@
-"""Scheduler: policy by example, invariants by fuzz (arrivals, aborts, forks, drafts, tiny pools, two groups)."""
+"""Scheduler: its policy, one example each. Every `FakeEngine.step` checks the invariants on the way."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specdec.budget import clip, fair_cap
 from specdec.config import SamplingParams
 from specdec.errors import InvalidRequest, QueueFull, RequestTooLong
 from specdec.sequence import Sequence, Status
-from specdec.types import NO_DRAFT, SpecBudget
+from specdec.types import SpecBudget
 from tests.engine.fake_engine import FULL, SLIDING, FakeEngine, sequence
 
 
@@ -269,101 +265,3 @@ def test_gauges() -> None:
     engine.step()
     assert engine.scheduler.oldest_waiting_age(now=15.0) == 3.0 and engine.scheduler.kv_usage == pytest.approx(2 / 8)
     assert (engine.scheduler.num_running, engine.scheduler.queue_depth) == (1, 1)
-
-
-# Budgets
-
-
-@given(st.lists(st.integers(0, 63), max_size=8), st.integers(0, 200))
-def test_fair_cap_is_the_largest_that_fits(wants: list[int], total: int) -> None:
-    cap = fair_cap(wants, total)
-    assert sum(min(w, cap) for w in wants) <= total
-    assert cap >= max(wants, default=0) or sum(min(w, cap + 1) for w in wants) > total
-
-
-@given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 100), st.integers(1, 64), st.integers(1, 30), st.integers(1, 30))
-def test_clipped_budget_can_be_committed(n: int, depth: int, width: int, prompt: int, new: int, room: int) -> None:
-    seq = sequence([0] * prompt, new)
-    limit = prompt + room
-    budget = clip(SpecBudget("fake", n, depth, width), seq, limit)
-    if budget is NO_DRAFT:
-        return
-    assert 2 <= budget.nodes <= min(n, 64) and 1 <= budget.depth <= min(depth, budget.nodes - 1, seq.remaining - 1)
-    assert prompt - 1 + budget.depth < limit
-    assert width != 1 or budget.nodes <= budget.depth + 1
-
-
-def test_no_draft_without_a_drafter_or_room() -> None:
-    seq = sequence([0, 1], 1)
-    assert clip(SpecBudget("fake", 8, 4, 2), seq, 64) is NO_DRAFT, "one token left: a draft could never be committed"
-    assert clip(SpecBudget(None, 8, 4, 2), sequence([0], 9), 64) is NO_DRAFT
-
-
-# Fuzz
-
-PROMPTS = st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 30))
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random traffic; `FakeEngine.step` checks purity, exactness, progress and every KV read."""
-
-    @initialize(
-        blocks=st.integers(22, 40),
-        size=st.sampled_from([4, 8]),
-        rows=st.integers(3, 30),
-        seqs=st.integers(1, 5),
-        prefix=st.booleans(),
-        two=st.booleans(),
-        seed=st.integers(0, 99),
-    )
-    def begin(self, blocks: int, size: int, rows: int, seqs: int, prefix: bool, two: bool, seed: int) -> None:
-        """Two groups need room for a window and 64 slots in flight; one group may be far smaller."""
-        groups = (FULL, SLIDING) if two else (FULL,)
-        self.length = 100
-        self.engine = FakeEngine(
-            groups=groups,
-            blocks=blocks if two else blocks // 2,
-            block_size=size,
-            seqs=seqs,
-            rows=rows,
-            length=self.length,
-            prefix=prefix,
-            seed=seed,
-        )
-        self.names = 0
-
-    @rule(prompt=PROMPTS, new=st.integers(1, 40), n=st.sampled_from([1, 1, 1, 2, 3]))
-    def add(self, prompt: tuple[str, int], new: int, n: int) -> None:
-        kind, length = prompt
-        tokens = [(i * (3 if kind == "a" else 5) // 7) % 2 for i in range(length)]
-        parent = sequence(tokens, new, name=str(self.names))
-        self.names += 1
-        try:
-            self.engine.add(parent, *(sequence(tokens, new, name=parent.request_id, choice=i, fork_of=parent) for i in range(1, n)))
-        except RequestTooLong:
-            assert (length + new - 1) > self.engine.pools[0].capacity * self.engine.config.block_size
-
-    @precondition(lambda self: self.engine.scheduler.has_work)
-    @rule(wish=st.sampled_from([1, 2, 4, 16, 64]), depth=st.integers(1, 63), width=st.integers(1, 4), repeat=st.integers(1, 4))
-    def step(self, wish: int, depth: int, width: int, repeat: int) -> None:
-        for _ in range(repeat):
-            self.engine.step({seq: SpecBudget("fake", wish, depth, width) for seq in self.engine.scheduler.running})
-
-    @precondition(lambda self: self.engine.scheduler.has_work)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        alive = [s for s in self.engine.all if s.status is not Status.FINISHED]
-        self.engine.scheduler.abort(data.draw(st.sampled_from(alive)))
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.scheduler.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.drain()
-
-
-TestSchedulerFuzz = SchedulerMachine.TestCase
-TestSchedulerFuzz.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
