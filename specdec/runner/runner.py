@@ -53,7 +53,7 @@ class ModelRunner:
 
     def _probe(self, rows: int, context: int) -> Batch:
         """A chain of `rows` nodes that writes nowhere and reads the null block, for timing."""
-        size, groups = self.kv.block_size, self.kv.num_groups
+        size, groups = self.kv.block_size, len(self.kv.groups)
         device = self.device
         node = torch.arange(rows)
         words = torch.tensor([(1 << (i + 1)) - 1 if i < 63 else -1 for i in range(rows)], dtype=torch.long)
