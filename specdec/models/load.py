@@ -44,6 +44,13 @@ class Checkpoint:
         """Open the tensors; raises UnsupportedCheckpoint on corrupt files."""
         return gguf.GgufWeights(self.path, self.files) if self.path.is_file() else SafetensorsWeights(self.path)
 
+    def tokenizer(self) -> Tokenizer:
+        """Open the tokenizer; raises UnsupportedCheckpoint when it is broken or belongs to another model."""
+        try:
+            return Tokenizer.from_directory(self.files, vocab_size=self.config.vocab_size, eos_ids=self.config.eos_ids)
+        except UnsupportedCheckpoint as err:
+            raise err if str(self.path) in err.message else UnsupportedCheckpoint(f"{self.path}: {err.message}") from err
+
 
 def find_checkpoint(source: str | os.PathLike[str], *, progress: bool = True) -> Checkpoint:
     """Resolve a name (downloading if needed) and read its config. Raises ModelNotFound or UnsupportedCheckpoint."""
@@ -99,8 +106,7 @@ def load_model(
     if quantization == "none":
         weights = UnpackedWeights(weights)
     model = LlamaModel(config, weights, device=device, dtype=target_dtype, deterministic=deterministic)
-    tokenizer = Tokenizer.from_directory(checkpoint.files, vocab_size=config.vocab_size, eos_ids=config.eos_ids)
-    return LoadedModel(os.fspath(source), model, config, tokenizer, fingerprint)
+    return LoadedModel(os.fspath(source), model, config, checkpoint.tokenizer(), fingerprint)
 
 
 class UnpackedWeights:

@@ -30,8 +30,7 @@ def tiny() -> Tokenizer:
 
 @cache
 def default() -> Tokenizer:
-    checkpoint = find_checkpoint(DEFAULT_MODEL, progress=False)
-    return Tokenizer.from_directory(checkpoint.files, vocab_size=checkpoint.config.vocab_size, eos_ids=checkpoint.config.eos_ids)
+    return find_checkpoint(DEFAULT_MODEL, progress=False).tokenizer()
 
 
 def grown(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> str:
