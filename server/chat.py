@@ -8,6 +8,7 @@ from specdec.server.params import chat_params, template_messages
 from specdec.server.protocol import ChatRequest
 from specdec.server.responses import Header, Json, TokenText, chat_logprobs, join, prompt_logprobs
 from specdec.server.service import Service
+from specdec.server.streaming import OPENAPI_200
 from specdec.types import CompletionOutput, RequestOutput
 
 
@@ -59,7 +60,7 @@ def router(service: Service) -> APIRouter:
     """The route, bound to its service."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", summary="Answer a conversation")
+    @routes.post("/v1/chat/completions", summary="Answer a conversation", responses=OPENAPI_200)
     async def chat(body: ChatRequest, request: Request) -> Response:
         header, headers = service.open(body, "chat.completion")
         params = chat_params(body)

@@ -10,6 +10,7 @@ from specdec.server.params import completion_params, prompts
 from specdec.server.protocol import CompletionRequest
 from specdec.server.responses import Header, Json, TokenText, completion_logprobs, join, prompt_logprobs
 from specdec.server.service import Service
+from specdec.server.streaming import OPENAPI_200
 from specdec.types import CompletionOutput, RequestOutput, TokenLogprobs
 
 
@@ -83,7 +84,7 @@ def router(service: Service) -> APIRouter:
     """The route, bound to its service."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions", summary="Continue a text")
+    @routes.post("/v1/completions", summary="Continue a text", responses=OPENAPI_200)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         header, headers = service.open(body, "text_completion")
         params = completion_params(body)

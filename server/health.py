@@ -14,6 +14,12 @@ from specdec.server.loop import State
 from specdec.server.service import Service
 
 
+class Exposition(Response):
+    """Prometheus text format."""
+
+    media_type = CONTENT_TYPE
+
+
 def router(service: Service) -> APIRouter:
     """The routes, bound to their service."""
     routes = APIRouter()
@@ -34,9 +40,9 @@ def router(service: Service) -> APIRouter:
             return error_response(error)
         return JSONResponse({"status": "ready"})
 
-    @routes.get("/metrics", summary="Prometheus metrics")
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=Exposition)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+        return Exposition(service.metrics.render())
 
     @routes.get("/v1/models", summary="Models served here")
     async def models() -> dict[str, Any]:

@@ -22,7 +22,8 @@ def _valid_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_valid_unicode)]
-TokenIds = list[int]
+Word = Annotated[Text, Field(min_length=1)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 # Fields of other servers that change which tokens come out, with what to use instead. Refused, never ignored.
 UNSUPPORTED: dict[str, str] = {
@@ -133,23 +134,23 @@ class Generation(Body):
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to bias in [-100, 100]")
-    bad_words: list[Text] | None = None
+    bad_words: list[Word] | None = None
     allowed_token_ids: TokenIds | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    stop: Text | list[Text] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: Word | list[Word] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    seed: int | None = None
-    prompt_logprobs: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    prompt_logprobs: int | None = Field(None, ge=0, le=100)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -162,8 +163,8 @@ class Generation(Body):
 
 class ChatRequest(Generation):
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
@@ -172,7 +173,7 @@ class ChatRequest(Generation):
 
 class CompletionRequest(Generation):
     prompt: Text | list[Text] | TokenIds | list[TokenIds]
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128)

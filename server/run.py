@@ -39,7 +39,13 @@ async def serve(
     """
     loop = EngineLoop(build, Metrics())
     config = uvicorn.Config(
-        create_app(loop, settings), host=host, port=port, log_config=None, access_log=access_log, timeout_graceful_shutdown=10
+        create_app(loop, settings),
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning",
+        access_log=access_log,
+        timeout_graceful_shutdown=10,
     )
     server = _Server(config)
     stop = asyncio.Event()
@@ -68,6 +74,7 @@ async def serve(
 
 async def _watch(loop: EngineLoop, server: uvicorn.Server, stop: asyncio.Event, drain_timeout: float, url: str) -> None:
     """Log the start, then wait for the signal and end the server once everything accepted is finished."""
+    log.info("loading the model; probes answer at %s/health and /ready", url)
     await loop.started.wait()
     if loop.state is State.DEAD:
         server.should_exit = True

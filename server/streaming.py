@@ -47,6 +47,9 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n\n"
 
 
+OPENAPI_200: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The whole answer, or with stream: true its chunks", "content": {"application/json": {}, "text/event-stream": {}}}
+}
 DONE = b"data: [DONE]\n\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +16,7 @@ from specdec.metrics import Metrics
 from specdec.server.app import create_app
 from specdec.server.loop import Engine, EngineLoop
 from specdec.server.service import Settings
-
-
-def free_socket() -> socket.socket:
-    """A bound loopback socket; the server listens on it, so nobody else can take the port."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    return sock
+from tests.server.net import free_socket
 
 
 @dataclass
@@ -63,8 +57,6 @@ def served(build: Callable[[], Engine], settings: Settings | None = None, *, wai
             await loop.started.wait()
         ready.set()
         await task
-
-    import asyncio
 
     servers: list[uvicorn.Server] = []
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)

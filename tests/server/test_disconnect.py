@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,16 +14,7 @@ import pytest
 from specdec.config import EngineConfig
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import Served, served
-
-GUARD = 60.0  # seconds until a test that hangs fails; nothing is measured with it
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for a condition that must come true."""
-    deadline = time.monotonic() + GUARD
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.002)
+from tests.server.net import GUARD, until
 
 
 class Gate:
@@ -92,7 +82,9 @@ def test_while_generating(stream: bool) -> None:
         sock = send(server, stream=stream)
         gate.step_until(lambda: engine.num_running == 1)
         if stream:
-            assert b"data: " in sock.recv(1 << 16)
+            received = b""
+            while b"data: " not in received:
+                received += sock.recv(1 << 16)
         sock.close()
         until(lambda: not server.loop._tickets)
         gate.step_until(lambda: is_free(server, engine))

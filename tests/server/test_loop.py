@@ -14,7 +14,8 @@ from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import UnsupportedCheckpoint
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import Served, served
-from tests.server.test_disconnect import gated, send, until
+from tests.server.net import until
+from tests.server.test_disconnect import gated, send
 
 TEXT = "/v1/completions"
 

@@ -1,0 +1,94 @@
+"""The server as a process: signals, exit codes, and the command line."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from specdec.config import EngineConfig, SpecConfig
+from specdec.errors import ConfigError
+from specdec.server import args as command_line
+from specdec.server.__main__ import main
+from tests.server.net import until
+from tests.server.process import ROOT, process
+
+TEXT = "/v1/completions"
+
+
+def running(http: httpx.Client) -> bool:
+    return "specdec_requests_running 1.0" in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_exits_with_0(number: int) -> None:
+    with process() as server:
+        server.popen.send_signal(number)
+        assert server.wait() == 0
+
+
+def test_a_second_signal_exits_at_once() -> None:
+    with process("--step", "0.2") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, TEXT, json={"prompt": "abc", "max_tokens": 4000})
+        until(lambda: running(server.http))
+        server.popen.send_signal(signal.SIGTERM)
+        until(lambda: server.http.get("/ready").status_code == 503)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            answer.result()
+
+
+def test_the_drain_ends_after_its_timeout() -> None:
+    with process("--step", "0.05", "--drain-timeout", "0.2") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, TEXT, json={"prompt": "abc", "max_tokens": 4000})
+        until(lambda: running(server.http))
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert answer.result().status_code == 503
+
+
+def test_a_model_that_cannot_be_loaded_is_exit_code_1() -> None:
+    with process("--engine", "broken", ready=False) as server:
+        assert server.wait() == 1
+
+
+def test_a_port_that_is_taken_is_exit_code_1() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        code = [sys.executable, "-m", "tests.server.process", str(sock.getsockname()[1])]
+        assert subprocess.run(code, cwd=ROOT, capture_output=True, timeout=120).returncode == 1
+
+
+def test_flags_become_arguments_of_llm() -> None:
+    flags = "--model m --speculation eagle3 --head H --nodes 32 --depth 6 --width 4 --policy fixed --max-model-len 100 --deterministic"
+    args = command_line.parser().parse_args([*flags.split(), "--no-enable-prefix-caching", "--max-queue", "7"])
+    options = command_line.llm_arguments(args)
+    assert options == {
+        "model": "m",
+        "speculation": SpecConfig(method="eagle3", head="H", nodes=32, depth=6, width=4, policy="fixed"),
+        "max_model_len": 100,
+        "deterministic": True,
+        "enable_prefix_caching": False,
+        "max_queue": 7,
+    }
+    EngineConfig(**options)
+
+
+def test_defaults_are_those_of_the_engine() -> None:
+    options = command_line.llm_arguments(command_line.parser().parse_args([]))
+    assert EngineConfig(**options) == EngineConfig(speculation=SpecConfig(), max_queue=256)
+    assert command_line.settings(command_line.parser().parse_args(["--api-key", "k", "--strict"])).api_key == "k"
+
+
+def test_settings_that_cannot_work_end_it_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError):
+        command_line.llm_arguments(command_line.parser().parse_args(["--nodes", "1"]))
+    assert main(["--nodes", "1"]) == 2
+    assert "nodes" in capsys.readouterr().err
