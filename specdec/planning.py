@@ -1,8 +1,9 @@
 """The deciding half of the scheduler: pure functions from a `Roster` (who runs, who waits, on what) to a `StepPlan`.
 
-Policy: every running sequence first, oldest arrival first: decode rows, then chunks of unfinished prefills, then drafts, then
-admissions in order of arrival. When blocks run out drafts shrink to none, then chunks shrink, and only then is the most
-recently arrived sequence preempted: it loses its blocks, keeps its tokens, and is the first to be admitted again.
+Policy: every running sequence first, oldest arrival first: decode rows, then chunks of unfinished prefills; then admissions
+in order of arrival. Drafts get rows before those two (half of what is left while prompts wait), but blocks after everybody.
+When blocks run out drafts shrink to none, then chunks shrink, and only then is the most recently arrived sequence preempted:
+it loses its blocks, keeps its tokens, and is the first to be admitted again.
 Why there is always progress: the oldest sequence is never preempted, everybody else's blocks are available to it, and what
 does not fit alone is refused on arrival. A sequence that no younger one can make room for holds its blocks and waits a step.
 Source: reference §9.3.
@@ -79,9 +80,10 @@ def make_plan(roster: Roster, budget_of: Budgets) -> StepPlan:
     budgets = _fit_rows(roster, decode, prefill, budget_of)
     rows = roster.max_rows - len(decode) - sum(b.nodes - 1 for b in budgets.values())
     shares, preempted, held = _plan_running(roster, ledger, decode + prefill, rows)
-    budgets = {s: _fit_blocks(roster, ledger, s, b) for s, b in budgets.items() if s in shares}
+    budgets = {s: b for s, b in budgets.items() if s in shares}
     rows = roster.max_rows - sum(shares.values()) - sum(b.nodes - 1 for b in budgets.values())
     admitted = {} if preempted or held else _plan_admissions(roster, ledger, shares, rows)
+    budgets = {s: _fit_blocks(roster, ledger, s, b) for s, b in budgets.items()}
     scheduled = [Scheduled(s, n, s.num_computed + n == len(s.tokens), budgets.get(s, NO_DRAFT)) for s, n in shares.items()]
     scheduled += [Scheduled(s, n, start + n == len(s.tokens)) for s, (start, n) in admitted.items()]
     return StepPlan(tuple(scheduled), tuple(preempted), tuple(admitted))

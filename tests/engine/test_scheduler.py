@@ -70,6 +70,18 @@ def test_drafts_go_before_anybody_is_preempted() -> None:
     assert engine.drain() > 0
 
 
+def test_drafts_do_not_delay_an_admission() -> None:
+    """Eight blocks: a holds one and wants sixteen slots of lookahead, b needs five and one to spare."""
+    engine = FakeEngine(groups=(FULL,), blocks=9, rows=64, seqs=2)
+    a, b = sequence([1, 0], 20), sequence([0] * 20, 4)
+    engine.add(a)
+    engine.step()
+    engine.add(b)
+    plan = engine.step({a: SpecBudget("fake", 16, 15, 1)})
+    assert plan.admitted == (b,) and 1 < nodes(plan)[a] < 16
+    engine.drain()
+
+
 def test_lookahead_of_one_is_taken_back_for_another() -> None:
     """a's tree leaves it with blocks beyond its tokens; b gets them when it needs one and nothing else is free."""
     engine = FakeEngine(groups=(FULL,), blocks=5, rows=64, seqs=2)
