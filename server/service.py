@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,11 @@ class Answer(Protocol):
         ...
 
 
+def _header_safe(name: str) -> str:
+    """A field name as it may stand in a header: as it is when plain, else quoted with escapes."""
+    return name if re.fullmatch(r"[\w.\[\]-]+", name, re.ASCII) else ascii(name)
+
+
 @dataclass(slots=True)
 class Service:
     """Context of all handlers."""
@@ -103,7 +109,7 @@ class Service:
         ignored = check_extras(body, strict=self.settings.strict)
         headers = {"X-Request-Id": header.id}
         if ignored:
-            headers["X-Specdec-Ignored"] = ", ".join(ascii(name[:80])[1:-1] for name in ignored[:20])
+            headers["X-Specdec-Ignored"] = ", ".join(_header_safe(name[:80]) for name in ignored[:20])
         return header, headers
 
     async def respond(

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import UnsupportedCheckpoint
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.harness import Served, served
 from tests.server.net import until
 from tests.server.test_disconnect import gated, send
@@ -121,6 +121,28 @@ def test_probes_answer_while_the_engine_is_inside_a_step() -> None:
         assert gate.waiting.is_set()  # nothing has moved meanwhile
         gate.open()
         assert b"200 OK" in sock.recv(1 << 16)
+
+
+def test_others_are_served_while_a_long_text_is_tokenised() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(FakeTokenizer):
+        def encode(self, text: str) -> list[int]:
+            if text.startswith("slow"):
+                inside.set()
+                assert go.wait(60)
+            return super().encode(text)
+
+    engine = FakeEngine()
+    engine.tokenizer = Slow()
+    with served(lambda: engine) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "slow", "max_tokens": 2}))
+        assert inside.wait(60)
+        assert server.http.get("/health").status_code == 200
+        assert server.http.post(TEXT, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+        assert not slow.done()
+        go.set()
+        assert slow.result(60).status_code == 200
 
 
 def test_queue_age_rises_before_the_engine_sees_the_request() -> None:
