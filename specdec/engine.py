@@ -308,7 +308,7 @@ class Engine:
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the bad words: as a word of its own and inside text (with and without a leading space)."""
         words = params.bad_words or ()
-        return [ids for word in words for text in {word, " " + word.lstrip()} if (ids := self.tokenizer.encode(text))]
+        return [ids for word in words for text in {word, " " + word.lstrip()} if (ids := self.tokenizer.encode(text, add_special=False))]
 
     # -- gauges -----------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class RequestState:
         ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
         prediction = params.prediction or ()
         if isinstance(prediction, str):
-            prediction = tokenizer.encode(prediction)
+            prediction = tokenizer.encode(prediction, add_special=False)
         sequences: list[Sequence] = []
         for choice in range(params.n):
             metrics = RequestMetrics(arrival=arrival, prompt_tokens=len(self.prompt_ids))
