@@ -117,7 +117,7 @@ class Ledger:
     INITIAL = 0.5
     RISK = 0.5  # share of what is left that one step may risk
     SHARE = 0.01
-    CREDIT = (2.0, 12.0, 0.25)  # smallest and largest credit, share of what was won
+    CREDIT = (2.0, 8.0, 0.25)  # smallest and largest credit, share of what was won
 
     __slots__ = ("loss", "steps", "won")
 
@@ -142,7 +142,7 @@ class DrafterRecord:
     __slots__ = ("_recent", "rates", "reliability", "seconds_per_depth", "value")
 
     def __init__(self) -> None:
-        self.reliability = Reliability(None, weight=3.0, horizon=60.0)
+        self.reliability = Reliability(None, weight=6.0, horizon=60.0)
         self.rates = DepthRates(None, weight=4.0)
         self.value = Value(None, weight=2.0)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
@@ -166,7 +166,7 @@ class SequenceRecord:
     __slots__ = ("asked", "idle", "interval", "rates", "reliability", "value")
 
     def __init__(self, drafter: DrafterRecord):
-        self.reliability = Reliability(drafter.reliability, weight=1.5, horizon=20.0)
+        self.reliability = Reliability(drafter.reliability, weight=1.5, horizon=12.0)
         self.rates = DepthRates(drafter.rates, weight=2.0)
         self.value = Value(drafter.value, weight=6.0)
         self.idle = 0

@@ -107,6 +107,7 @@ class CostModel:
         self._slope = [table.at(table.slopes, max(1, n)) for n in range(65)]
         self._recent: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in table.rows]
         self._seen = [-1] * len(table.rows)  # step of the last observation, per bucket
+        self._median = [0.0] * len(table.rows)
         self._correction = [0.0] * len(table.rows)
         self._bucket = [self._bucket_of(r) for r in range(257)]
         self._steps = 0
@@ -133,15 +134,18 @@ class CostModel:
         if self._seen[bucket] >= 0 and self._steps - self._seen[bucket] > self.STALE:
             self._recent[bucket].clear()
         self._recent[bucket].append(seconds - plain - self.attention(round(rows / batch), context))
+        self._median[bucket] = statistics.median(self._recent[bucket])
         self._seen[bucket] = self._steps
         self._spread()
 
     def _spread(self) -> None:
-        """Median per bucket; a bucket without fresh observations takes the correction of the nearest one that has them."""
+        """A bucket without fresh observations takes the correction of the nearest one that has them."""
         fresh = [i for i, seen in enumerate(self._seen) if seen >= 0 and self._steps - seen <= self.STALE]
-        medians = {i: statistics.median(self._recent[i]) for i in fresh}
+        if len(fresh) == 1:
+            self._correction = [self._median[fresh[0]]] * len(self._correction)
+            return
         for i in range(len(self._correction)):
-            self._correction[i] = medians[min(fresh, key=lambda j: abs(j - i))]
+            self._correction[i] = self._median[min(fresh, key=lambda j: abs(j - i))]
 
     def _bucket_of(self, rows: int) -> int:
         """The nearest measured row count, the larger of two."""

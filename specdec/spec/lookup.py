@@ -83,6 +83,8 @@ class LookupDrafter(ABC):
 
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn acceptance rates from what was verified; a cut by an end token or a limit says nothing."""
+        if not any(state is not None and state.trie is not None for state in map(self._states.get, (share.seq for share in shares))):
+            return
         finish = verdict.finish.tolist()
         for share, kept, done in zip(shares, outcomes(tree, verdict), finish, strict=True):
             state = self._states.get(share.seq)
@@ -110,7 +112,10 @@ class LookupDrafter(ABC):
         trie = DraftTrie(seq.tokens[-1], limit=4 * budget.nodes, width=budget.width)
         if depth > 0:
             self._grow(trie, self._matches(seq, state, depth, budget), depth, seq)
-        state.trie = trie.select(budget.nodes) if budget.width > 1 and len(trie.tokens) > 1 else trie
+        if len(trie.tokens) == 1:
+            state.trie = None
+            return trie
+        state.trie = trie.select(budget.nodes) if budget.width > 1 else trie
         return state.trie
 
     def _matches(self, seq: Sequence, state: _State, depth: int, budget: SpecBudget) -> list[Match]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord, band_of, expected_tokens, synthesise
-from specdec.spec.allocate import MIN_GAIN, Candidate, allocate, plain_seconds, subtree
+from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord, band_of, synthesise
+from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
+from specdec.spec.choice import PROBE_NODES, choose, paying_depth, widest
 from specdec.spec.cost import StepCost, measure_costs
 from specdec.spec.limits import Limits, fits, limits_of
 from specdec.spec.proposer import Proposer
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 CHEAP = 0.02  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
-HOPEFUL = 0.97  # acceptance per token that the widest sensible budget is computed for
-PROBE_NODES = 3  # root included
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
 
 
 @dataclass(slots=True)
@@ -65,6 +64,7 @@ class SpecPolicy:
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
         self._asked: dict[str, int] = {}  # drafter -> deepest budget of this step
+        self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
         self._drafting = 0.0  # seconds spent in drafters since the last budget
         self._last_step = -1
         self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
@@ -81,19 +81,16 @@ class SpecPolicy:
         return {seq: self._budget_one(seq, widest, len(decoding)) for seq in decoding}
 
     def _widest(self, contexts: Seq[int]) -> int:
-        """Most nodes per sequence that pay when nearly every draft is right; 1 = drafting cannot pay in this batch."""
+        """Most nodes per sequence worth planning; 1 = drafting cannot pay in this batch."""
         if self.fixed or self.cost is None:
             return self.config.nodes
         batch = len(contexts)
-        plain = plain_seconds(contexts, self.cost)
-        self._token_seconds = plain / batch
-        best, best_rate = 1, MIN_GAIN / plain
-        for nodes in COUNTS:
-            seconds = self.cost.base(batch * nodes, batch) + sum(self.cost.attention(nodes, c) for c in contexts)
-            rate = (1 - HOPEFUL**nodes) / (1 - HOPEFUL) / max(seconds, 1e-12)
-            if nodes > 1 and rate > best_rate:
-                best, best_rate = nodes, rate
-        return best
+        self._token_seconds = plain_seconds(contexts, self.cost) / batch
+        since, size, nodes = self._widest_known
+        if size != batch or since >= REFRESH:
+            since, nodes = 0, widest(contexts, self.cost)
+        self._widest_known = (since + 1, batch, nodes)
+        return nodes
 
     def _budget_one(self, seq: Sequence, widest: int, batch: int) -> SpecBudget:
         state = self._states.get(seq)
@@ -114,7 +111,7 @@ class SpecPolicy:
             return self._skip("draft_len")
         if not self.fixed:
             nodes = min(nodes, widest)
-            name = self._choose(state, names)
+            name = choose(names, state.records, self._drafters, state.ledger.steps)
             depth = min(depth, self._depth(state, name, min(depth, nodes - 1), batch), nodes - 1)
             if depth < 1:
                 return self._skip("policy")
@@ -128,43 +125,15 @@ class SpecPolicy:
         self._skipped[reason] += 1
         return NO_DRAFT
 
-    def _choose(self, state: _State, names: Seq[str]) -> str:
-        """The drafter that won most tokens per step on this sequence; the others are asked now and then."""
-        if len(names) == 1:
-            return names[0]
-        fresh = [n for n in names if self._drafters[n].value.count < 8 and state.records[n].asked < 4]
-        ranked = sorted(names, key=lambda n: -state.records[n].value.mean())
-        turn = state.ledger.steps
-        name = ranked[turn // 16 % len(ranked)] if turn % 16 == 0 else ranked[0]
-        if fresh:
-            name = min(fresh, key=lambda n: state.records[n].asked)
-        state.records[name].asked += 1
-        return name
-
     def _depth(self, state: _State, name: str, deepest: int, batch: int) -> int:
         """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
         headroom = state.ledger.headroom() * self._token_seconds
         if headroom <= 0.0 or deepest < 1:
             return 0
-        unit = self._unit_seconds(name)
+        unit = self._drafters[name].seconds_per_depth
         if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
-        expected = expected_tokens(state.records[name].rates, deepest)
-        plain, best, best_rate = self.cost.base(batch, batch), 0, MIN_GAIN / self._token_seconds
-        for d in range(1, deepest + 1):
-            extra = unit * d + (self.cost.base(batch * (1 + d), batch) - plain) / batch
-            if extra > headroom:
-                break
-            rate = (1 + expected[d]) / (self._token_seconds + extra)
-            if rate > best_rate:
-                best, best_rate = d, rate
-        if best == 0 and state.records[name].probe_due():
-            return min(deepest, PROBE_NODES - 1) if unit * PROBE_NODES <= headroom else 0
-        return best
-
-    def _unit_seconds(self, name: str) -> float:
-        """Seconds that `name` takes per sequence and depth, 0 before the first measurement."""
-        return self._drafters[name].seconds_per_depth
+        return paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
 
     # -- after drafting -----------------------------------------------------------------------------------------------
 
@@ -180,7 +149,12 @@ class SpecPolicy:
         """
         if self.fixed or self.cost is None or tree.log_q is not None:
             return tree
-        tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+        counts = tree.num_nodes.tolist()
+        if max(counts) == 1:
+            for share in shares:
+                self._expect(share, [1.0], 1, 0.0, False)
+            return tree
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
         candidates, probes = [], []
         for b, share in enumerate(shares):
@@ -219,7 +193,7 @@ class SpecPolicy:
         state, name = self._states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        spent = (seconds + self._unit_seconds(name) * max(1, share.budget.depth)) / self._token_seconds
+        spent = (seconds + self._drafters[name].seconds_per_depth * max(1, share.budget.depth)) / self._token_seconds
         state.pending = _Pending(name, scores, spent, probe)
         if len(scores) == 1:
             self._skipped["no_match" if drafted == 1 else "policy"] += 1
@@ -228,7 +202,7 @@ class SpecPolicy:
 
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
-        if self.fixed:
+        if self.fixed or not any(state.pending is not None for state in self._states.values()):
             return
         parents, depths, counts = tree.parents.tolist(), tree.depth.tolist(), tree.num_nodes.tolist()
         paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()

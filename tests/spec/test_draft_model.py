@@ -109,7 +109,7 @@ def test_draft_kv_survives_any_verdict(rig: Rig):
 def test_fed_tokens_are_not_computed_again(rig: Rig):
     seq = rig.sequence([5, 17, 42, 99])
     chain = lists(rig.propose([seq]))[0][1:]
-    rig.commit(seq, chain[:4] + [7], 4)
+    rig.commit(seq, [*chain[:4], 7], 4)
     progress = rig.drafter._runner._updated(seq)
     assert progress.seen == 4 + 4  # prompt and the four accepted drafts; the correction is new
 

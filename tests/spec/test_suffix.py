@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given, settings
@@ -53,10 +54,10 @@ def test_trees_are_valid_and_follow_the_text(tokens, nodes, width):
     tree = draft(sequence(tokens), nodes, nodes - 1, width)
     check_tree(tree, vocab_size=1000)
     assert int(tree.num_nodes[0]) <= nodes
-    pairs = set(zip(tokens, tokens[1:], strict=False))
+    pairs = set(itertools.pairwise(tokens))
     for path in paths(tree):
         whole = [tokens[-1], *path]
-        for pair in zip(whole, whole[1:], strict=False):
+        for pair in itertools.pairwise(whole):
             assert pair in pairs or pair == (tokens[-1], whole[1])  # cyclic continuation repeats drafted text
 
 

@@ -1,0 +1,67 @@
+"""Decisions before drafting: which drafter, how deep, how wide at most. Pure functions of records and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from specdec.spec.acceptance import DrafterRecord, SequenceRecord, expected_tokens
+from specdec.spec.allocate import MIN_GAIN, plain_seconds
+from specdec.spec.cost import StepCost
+
+HOPEFUL = 0.97  # acceptance per token that the widest sensible budget is computed for
+PROBE_NODES = 3  # root included
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+EXPLORE = 16  # every so many steps another drafter than the best is asked
+NEW_DRAFTER, NEW_SEQUENCE = 8, 4  # steps a drafter is asked before its figures count, in all and on one sequence
+
+
+def widest(contexts: Seq[int], cost: StepCost) -> int:
+    """Nodes per sequence with the best throughput if nearly every draft were right; 1 = drafting cannot pay.
+
+    Bounds what the scheduler reserves: even perfect drafts deserve no more rows than that.
+    """
+    batch = len(contexts)
+    best, best_rate = 1, MIN_GAIN / plain_seconds(contexts, cost)
+    for nodes in COUNTS:
+        seconds = cost.base(batch * nodes, batch) + sum(cost.attention(nodes, c) for c in contexts)
+        rate = (1 - HOPEFUL**nodes) / (1 - HOPEFUL) / seconds
+        if rate > best_rate:
+            best, best_rate = nodes, rate
+    return best
+
+
+def choose(names: Seq[str], records: Mapping[str, SequenceRecord], drafters: Mapping[str, DrafterRecord], step: int) -> str:
+    """The drafter that won most tokens per step on this sequence; new ones and, now and then, the others are asked too."""
+    if len(names) == 1:
+        return names[0]
+    new = [n for n in names if drafters[n].value.count < NEW_DRAFTER and records[n].asked < NEW_SEQUENCE]
+    if new:
+        name = min(new, key=lambda n: records[n].asked)
+    else:
+        ranked = sorted(names, key=lambda n: -records[n].value.mean())
+        name = ranked[step // EXPLORE % len(ranked)] if step % EXPLORE == 0 else ranked[0]
+    records[name].asked += 1
+    return name
+
+
+def paying_depth(
+    record: SequenceRecord, unit: float, deepest: int, headroom: float, token_seconds: float, cost: StepCost, batch: int
+) -> int:
+    """Depth of the chain with the best expected rate for a drafter whose drafts cost time; 0 = do not draft.
+
+    unit: seconds to draft one token. headroom: most extra seconds. token_seconds: a token's share of a plain step. All
+    sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe.
+    """
+    expected = expected_tokens(record.rates, deepest)
+    plain, best, best_rate = cost.base(batch, batch), 0, MIN_GAIN / token_seconds
+    for depth in range(1, deepest + 1):
+        extra = unit * depth + (cost.base(batch * (1 + depth), batch) - plain) / batch
+        if extra > headroom:
+            break
+        rate = (1 + expected[depth]) / (token_seconds + extra)
+        if rate > best_rate:
+            best, best_rate = depth, rate
+    if best == 0 and record.probe_due() and unit * PROBE_NODES <= headroom:
+        return min(deepest, PROBE_NODES - 1)
+    return best

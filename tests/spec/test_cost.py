@@ -1,0 +1,128 @@
+"""The cost model: tables, interpolation, online correction, the cache."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.spec.cost import ROW_COUNTS, CostModel, CostTable, machine_key, measure_costs
+
+
+def linear(rows: int, context: int) -> float:
+    return 7e-3 + 1e-3 * rows + 1e-7 * rows * context
+
+
+def model() -> CostModel:
+    return measure_costs(linear)
+
+
+def test_reproduces_what_was_measured():
+    cost = model()
+    for rows, context in ((1, 64), (5, 300), (40, 1024), (64, 10)):
+        assert cost.base(rows, 1) + cost.attention(rows, context) == pytest.approx(linear(rows, context), rel=1e-6)
+
+
+def test_goes_on_beyond_the_table():
+    cost = model()
+    assert cost.base(200, 8) == pytest.approx(7e-3 + 0.2, rel=1e-3)
+    assert cost.base(1000, 32) == pytest.approx(7e-3 + 1.0, rel=1e-3)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
+def test_more_rows_never_cost_less(seconds):
+    table = CostTable(ROW_COUNTS, (64, 1024), [(s, s) for s in seconds])
+    values = [table.at(table.bases, rows) for rows in range(1, 300)]
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(values))
+
+
+def test_overhead_of_the_real_step_is_learnt_everywhere():
+    """Steps cost 2 ms more than the pass alone: one visited bucket corrects the others as well."""
+    cost = model()
+    for _ in range(30):
+        cost.observe(1, 1, 100, linear(1, 100) + 2e-3)
+    assert cost.base(1, 1) == pytest.approx(10e-3, rel=0.01)
+    assert cost.base(8, 1) == pytest.approx(17e-3, rel=0.01)
+
+
+def test_correction_is_per_bucket_and_robust():
+    cost, dice = model(), random.Random(0)
+    for i in range(60):
+        stutter = 0.5 if i % 5 == 0 else 0.0
+        cost.observe(1, 1, 0, 8e-3 + stutter + dice.gauss(0, 1e-4))
+        cost.observe(8, 2, 0, 25e-3 + stutter + dice.gauss(0, 1e-4))
+    assert cost.base(1, 1) == pytest.approx(8e-3, rel=0.05)
+    assert cost.base(8, 2) == pytest.approx(25e-3, rel=0.05)
+    assert cost.base(12, 2) > 25e-3
+
+
+def test_stale_corrections_are_dropped():
+    cost = model()
+    for _ in range(30):
+        cost.observe(8, 1, 0, 1.0)
+    assert cost.base(8, 1) > 0.9
+    for _ in range(CostModel.STALE + 1):
+        cost.observe(1, 1, 0, 8e-3)
+    assert cost.base(8, 1) == pytest.approx(15e-3, rel=0.01)
+
+
+def test_nonsense_observations_are_ignored():
+    cost = model()
+    before = cost.base(1, 1)
+    for rows, batch, seconds in ((0, 0, 1.0), (1, 0, 1.0), (1, 1, 0.0), (1, 1, float("nan"))):
+        cost.observe(rows, batch, 0, seconds)
+    assert cost.base(1, 1) == before
+    for _ in range(30):
+        cost.observe(1, 1, 0, 1e-9)
+    assert cost.base(1, 1) > 0
+
+
+def test_table_is_kept_per_machine_and_key(tmp_path):
+    calls = []
+
+    def measure(rows: int, context: int) -> float:
+        calls.append(rows)
+        return linear(rows, context)
+
+    first = measure_costs(measure, cache=tmp_path / "deep", key="a")
+    count = len(calls)
+    again = measure_costs(measure, cache=tmp_path / "deep", key="a")
+    assert len(calls) == count and again.base(5, 1) == first.base(5, 1)
+    measure_costs(measure, cache=tmp_path / "deep", key="b")
+    assert len(calls) == 2 * count
+    assert "torch" in machine_key()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"format": 99}', '{"format": 1, "rows": [1], "contexts": [0, 1], "seconds": [[-1, 2]]}']
+)
+def test_unreadable_tables_are_measured_anew(tmp_path, text):
+    measure_costs(linear, cache=tmp_path, key="a")
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(text)
+    assert measure_costs(linear, cache=tmp_path, key="a").base(1, 1) == pytest.approx(8e-3)
+    assert CostTable.from_json(file.read_text()).rows == ROW_COUNTS
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert measure_costs(linear, cache=blocked / "costs").base(1, 1) > 0
+
+
+def test_small_models_measure_small():
+    seen = []
+    measure_costs(lambda rows, context: seen.append((rows, context)) or linear(rows, context), max_rows=5, max_context=3)
+    assert max(r for r, _ in seen) == 4 and {c for _, c in seen} == {1, 3} | {c for _, c in seen if c <= 3}
+
+
+@pytest.mark.parametrize(
+    ("rows", "contexts", "seconds"),
+    [((2, 3), (0, 1), [(1, 1)] * 2), ((1, 1), (0, 1), [(1, 1)] * 2), ((1,), (5, 5), [(1, 1)]), ((1,), (0, 1), [(1, float("inf"))])],
+)
+def test_bad_tables_are_refused(rows, contexts, seconds):
+    with pytest.raises(ValueError):
+        CostTable(rows, contexts, seconds)
