@@ -61,8 +61,15 @@ def main() -> None:
         length = counter.committed / counter.steps
         rate = counter.accepted / max(counter.drafted, 1)
         share = [c / max(counter.drafts, 1) for c in counter.positions]
-        append("accept", base | {"domain": domain, "acceptance_length": length, "rate": rate, "drafting": counter.drafts / counter.steps, "positions": share})
-        print(f"{domain:14s} {length:7.3f} {rate:6.3f} {counter.drafts / counter.steps:9.3f}   " + " ".join(f"{s:.2f}" for s in share[:10]), flush=True)
+        append(
+            "accept",
+            base
+            | {"domain": domain, "acceptance_length": length, "rate": rate, "drafting": counter.drafts / counter.steps, "positions": share},
+        )
+        print(
+            f"{domain:14s} {length:7.3f} {rate:6.3f} {counter.drafts / counter.steps:9.3f}   " + " ".join(f"{s:.2f}" for s in share[:10]),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

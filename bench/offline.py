@@ -121,7 +121,11 @@ def main() -> None:
         result = run_domain(domain, engines, args)
         append("offline", base | result)
         cells = [f"{result['tokens_per_s'][n]['p50']:9.1f} ({result['ratio_to_off'][n]['p50']:.2f}x)" for n in engines]
-        print(f"{domain:14s} {result['acceptance_length']:5.2f} {result['outputs_equal']:3d}/{result['prompts']:<2d} " + " ".join(f"{c:>22s}" for c in cells), flush=True)
+        print(
+            f"{domain:14s} {result['acceptance_length']:5.2f} {result['outputs_equal']:3d}/{result['prompts']:<2d} "
+            + " ".join(f"{c:>22s}" for c in cells),
+            flush=True,
+        )
     for engine in engines.values():
         engine.close() if isinstance(engine, Peer) else engine.engine.close()
 

@@ -1,6 +1,6 @@
 """Write the tables of README.md from `bench/results/*.jsonl`: the newest record of each configuration, between markers.
 
-    python -m bench.report          # rewrites README.md in place
+python -m bench.report          # rewrites README.md in place
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def offline_table() -> str:
             f"{r['outputs_equal']}/{r['prompts']} | {peers} |"
         )
     r = rows[0]
-    lines.append(f"\n{r['cpu']}, {r['threads']} threads, commit {r['commit']}, {r['time'][:10]}; medians of {r['prompts']} prompts a domain.")
+    lines.append(
+        f"\n{r['cpu']}, {r['threads']} threads, commit {r['commit']}, {r['time'][:10]}; medians of {r['prompts']} prompts a domain."
+    )
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ Field names follow vLLM's offline API where the meaning is the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -155,7 +156,13 @@ class SpecConfig:
             raise ConfigError(f"verify {self.verify!r} is unknown; choose one of {', '.join(VERIFY_MODES)}", param="verify")
         if self.policy not in ("auto", "fixed"):
             raise ConfigError(f"policy must be 'auto' or 'fixed', got {self.policy!r}", param="policy")
-        for name, low, high in (("nodes", 2, MAX_NODES), ("depth", 1, MAX_NODES - 1), ("width", 1, MAX_NODES - 1), ("ngram_min", 1, 64), ("ngram_max", 1, 64)):
+        for name, low, high in (
+            ("nodes", 2, MAX_NODES),
+            ("depth", 1, MAX_NODES - 1),
+            ("width", 1, MAX_NODES - 1),
+            ("ngram_min", 1, 64),
+            ("ngram_max", 1, 64),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name)
@@ -170,7 +177,7 @@ class SpecConfig:
         if (self.verify == "synthetic") != (rates is not None):
             raise ConfigError("synthetic_acceptance and verify='synthetic' go together", param="synthetic_acceptance")
         if rates is not None:
-            ok = len(rates) > 0 and all(0.0 <= r <= 1.0 for r in rates) and all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+            ok = len(rates) > 0 and all(0.0 <= r <= 1.0 for r in rates) and all(a >= b for a, b in itertools.pairwise(rates))
             if not ok:
                 raise ConfigError("synthetic_acceptance must be non-increasing rates in [0, 1]", param="synthetic_acceptance")
 

@@ -155,9 +155,7 @@ class Engine:
         shares = tuple(s for s in plan.scheduled if s.samples)
         return self.verifier.verify(tree, forward.logits, shares, self.sampling)
 
-    def _commit(
-        self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]
-    ) -> StepStats:
+    def _commit(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
         shares = tuple(s for s in plan.scheduled if s.samples)
         context = sum(s.seq.num_computed for s in shares)
@@ -165,7 +163,9 @@ class Engine:
         self._compact(shares, verdict)
         counts, accepted = verdict.num_committed.tolist(), verdict.num_accepted.tolist()
         runs, finish, nodes = verdict.committed.tolist(), verdict.finish.tolist(), tree.num_nodes.tolist()
-        stats = StepStats(self._steps, len(plan.scheduled), sum(nodes) + sum(s.num_new for s in plan.scheduled) - len(shares), len(shares), context)
+        stats = StepStats(
+            self._steps, len(plan.scheduled), sum(nodes) + sum(s.num_new for s in plan.scheduled) - len(shares), len(shares), context
+        )
         now, b = time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.boot import build_engine
@@ -24,7 +24,9 @@ class LLM:
     Keyword arguments are the fields of `EngineConfig`; `speculation` is a method name or a `SpecConfig`.
     """
 
-    def __init__(self, model: str = "smollm2-135m-instruct", *, speculation: str | dict[str, Any] | SpecConfig | None = "auto", **options: Any):
+    def __init__(
+        self, model: str = "smollm2-135m-instruct", *, speculation: str | dict[str, Any] | SpecConfig | None = "auto", **options: Any
+    ):
         config = EngineConfig(model=model, speculation=SpecConfig.of(speculation), **options)
         self.engine: Engine = build_engine(config)
         self._ids = (f"offline-{i}" for i in itertools.count())
@@ -35,7 +37,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,

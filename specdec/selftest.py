@@ -45,13 +45,14 @@ def first_divergence(llm: LLM, prompt: list[int], expected: list[int], found: li
             return Divergence(i, a, b, own - other)
     if len(expected) != len(found):
         at = min(len(expected), len(found))
-        return Divergence(at, *(run[at] if at < len(run) else -1 for run in (expected, found)), margin=float("inf"))
+        a, b = (run[at] if at < len(run) else -1 for run in (expected, found))
+        return Divergence(at, a, b, float("inf"))
     return None
 
 
 def _logprob(llm: LLM, ids: list[int], token: int) -> float:
     """Raw log-probability of `token` after `ids`, as a prompt log-probability (a row of a prefill)."""
-    out = llm.generate([ids + [token]], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]
+    out = llm.generate([[*ids, token]], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]
     assert out.prompt_logprobs is not None and out.prompt_logprobs[-1] is not None
     return out.prompt_logprobs[-1].logprob
 
@@ -88,7 +89,9 @@ def run(model: str, *, speculation: str, device: str, max_tokens: int, num_promp
         different = [d for d in found if d is not None]
         bad = [d for d in different if abs(d.margin) > 6 * sigma]
         bugs += len(bad)
-        print(f"{name:>14s}: {1000 * len(different) / max(total, 1):.2f} divergences per 1,000 tokens, {len(different) - len(bad)} near-ties, {len(bad)} bugs")
+        print(
+            f"{name:>14s}: {1000 * len(different) / max(total, 1):.2f} divergences per 1,000 tokens, {len(different) - len(bad)} near-ties, {len(bad)} bugs"
+        )
         for d in different:
             print(f"    output token {d.index}: {d.expected} became {d.found}, margin {d.margin:.2e} ({'bug' if d in bad else 'near-tie'})")
     print("speculation does not change the output" if not bugs else "DIFFERENCES THAT ROUNDING CANNOT EXPLAIN")

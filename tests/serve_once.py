@@ -34,7 +34,12 @@ def wait_ready(url: str, server: subprocess.Popen[bytes], tries: int = 600) -> N
 
 
 def ask(url: str) -> str:
-    body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 24}
+    body = {
+        "model": "smollm2-135m-instruct",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as response:
         return str(json.load(response)["choices"][0]["message"]["content"])

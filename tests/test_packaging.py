@@ -35,7 +35,9 @@ def test_transformers_imports_from_the_repo_root() -> None:
 
 
 def test_importing_specdec_is_lazy() -> None:
-    assert python("import sys, specdec; specdec.__version__; print(sorted({'torch', 'transformers', 'fastapi'} & set(sys.modules)))") == "[]"
+    assert (
+        python("import sys, specdec; specdec.__version__; print(sorted({'torch', 'transformers', 'fastapi'} & set(sys.modules)))") == "[]"
+    )
 
 
 def test_the_library_does_not_import_transformers() -> None:

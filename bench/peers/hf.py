@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the repository, instead of this folder
 
 import torch
 from transformers import AutoModelForCausalLM, __version__

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

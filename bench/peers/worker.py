@@ -18,8 +18,9 @@ class Peer:
 
     def __init__(self, name: str, python: str, *args: str):
         self.name = name
-        script = Path(__file__).parent / f"{name}.py"
-        self._process = subprocess.Popen([python, str(script), *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [python, "-m", f"bench.peers.{name}", *args]
+        root = Path(__file__).resolve().parents[2]
+        self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         hello = self._read()
         self.info = hello["ready"]
 
