@@ -1,0 +1,147 @@
+"""BC-06: the sampled distribution is the target's own.
+
+The joint law of three tokens is enumerated from transformers' logits, with the truncations written out again here, and held
+against what the engine samples over many seeds. Coupled verification must give OFF's tokens seed by seed, so there the law
+is tested once; rejection and block draw differently and are tested each. A right engine fails a chi-square test here
+with probability 1e-3, five of them with at most 5e-3; the seeds are fixed, so that no run differs from the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from specdec.config import SamplingParams, SpecConfig
+from tests.harness import P, chain, checkpoint, engine, oracle_of, run, tree
+from tests.oracle import oracle, oracle_logits
+
+IDS = list(range(20, 36))  # the vocabulary, cut to 16 by allowed_token_ids
+TEMPERATURE, TOP_P, TOP_K, TOKENS = 0.8, 0.9, 8, 3
+ALPHA = 1e-3
+FEW, MANY = 1500, 20_000
+Triple = tuple[int, int, int]
+
+COUPLED = {
+    "WRONG chain": chain("wrong", 3),
+    "WRONG TREE": tree("wrong"),
+    "MIX chain": chain("mix", 3),
+    "MIX TREE": tree("mix"),
+    "ngram TREE": tree("ngram", ngram_min=1),
+}
+RESAMPLED = {
+    "rejection, WRONG chain": chain("wrong", 3, verify="rejection"),
+    "rejection, MIX chain": chain("mix", 3, verify="rejection"),
+    "rejection, MIX TREE": tree("mix", verify="rejection"),
+    "block, MIX chain": chain("mix", 3, verify="block"),
+}
+
+
+def law_after(logits: np.ndarray) -> dict[int, float]:
+    """Processed distribution of one row [V]: allowed ids, temperature, the 8 likeliest, then the fewest whose mass reaches 0.9."""
+    scores = logits[IDS].astype(np.float64) / TEMPERATURE
+    order = np.argsort(-scores, kind="stable")[:TOP_K]
+    p = np.exp(scores[order] - scores[order].max())
+    p /= p.sum()
+    kept = int(np.searchsorted(np.cumsum(p), TOP_P)) + 1
+    p = p[:kept] / p[:kept].sum()
+    return {IDS[i]: float(q) for i, q in zip(order, p, strict=False)}
+
+
+@cache
+def joint_law() -> dict[Triple, float]:
+    """Probability of every possible triple of output tokens after P."""
+    model = oracle(Path(checkpoint()))
+    after = {prefix: law_after(oracle_logits(model, [*P, *prefix])[-1].numpy()) for k in range(2) for prefix in product(IDS, repeat=k)}
+    law: dict[Triple, float] = {}
+    for a, pa in after[()].items():
+        for b, pb in after[a,].items():
+            for c, pc in law_after(oracle_logits(model, [*P, a, b])[-1].numpy()).items():
+                law[a, b, c] = pa * pb * pc
+    assert abs(sum(law.values()) - 1) < 1e-9
+    return law
+
+
+def p_value(triples: list[Triple]) -> float:
+    """Chi-square of observed triples; cells with fewer than 5 expected are joined. 0 for an impossible triple."""
+    law, seen = joint_law(), Counter(triples)
+    if set(seen) - set(law):
+        return 0.0
+    cells: list[tuple[float, float]] = []
+    expected = observed = 0.0
+    for triple, p in sorted(law.items(), key=lambda item: -item[1]):
+        expected, observed = expected + p * len(triples), observed + seen[triple]
+        if expected >= 5:
+            cells.append((observed, expected))
+            expected = observed = 0.0
+    last = cells.pop()
+    cells.append((last[0] + observed, last[1] + expected))
+    return float(chisquare([o for o, _ in cells], [e for _, e in cells]).pvalue)
+
+
+def sample(seeds: range, speculation: SpecConfig | str = "off", known: dict[int, Triple] | None = None) -> dict[int, Triple]:
+    """Three tokens for every seed, 500 requests at a time in one engine. known: OFF's tokens, for the oracle."""
+    oracle_by_seed = (lambda seq: known[seq.seed][seq.num_output :]) if known is not None else (lambda seq: ())
+    target = engine(
+        speculation, oracle=oracle_by_seed, max_num_seqs=500, max_num_batched_tokens=8000, num_kv_blocks=4000, max_model_len=16, deterministic=True
+    )
+    result: dict[int, Triple] = {}
+    for first in range(seeds.start, seeds.stop, 500):
+        requests = {str(seed): (P, _params(seed)) for seed in range(first, min(first + 500, seeds.stop))}
+        for name, output in run(target, requests).items():
+            a, b, c = output.outputs[0].token_ids
+            result[int(name)] = (a, b, c)
+    return result
+
+
+def _params(seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=TEMPERATURE, top_p=TOP_P, top_k=TOP_K, max_tokens=TOKENS, seed=seed, ignore_eos=True, allowed_token_ids=IDS
+    )
+
+
+@cache
+def off(count: int) -> dict[int, Triple]:
+    return sample(range(count))
+
+
+def test_bc06_off_samples_the_law() -> None:
+    assert p_value(list(off(FEW).values())) > ALPHA
+
+
+def test_bc06_the_test_can_fail() -> None:
+    """The control: drafts taken a little too often, or a temperature that is a little wrong, do not pass."""
+    law, rng = joint_law(), np.random.default_rng(0)
+    triples, p = list(law), np.array(list(law.values()))
+    assert p_value([triples[i] for i in rng.choice(len(triples), FEW, p=p)]) > ALPHA
+    for biased in (p**0.8, p + 0.15 * (p == p.max())):
+        assert p_value([triples[i] for i in rng.choice(len(triples), FEW, p=biased / biased.sum())]) < ALPHA
+
+
+@pytest.mark.parametrize("shape", COUPLED)
+def test_bc06_coupled_equals_off_seed_by_seed(shape: str) -> None:
+    known = off(FEW)
+    assert sample(range(300), COUPLED[shape], known) == {seed: known[seed] for seed in range(300)}
+
+
+@pytest.mark.parametrize("shape", RESAMPLED)
+def test_bc06_resampled_draws_have_the_law(shape: str) -> None:
+    found = sample(range(FEW), RESAMPLED[shape], off(FEW))
+    assert p_value(list(found.values())) > ALPHA
+    assert found != off(FEW), "resampling does not reproduce OFF's draws; if it did, this would test nothing new"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["off", *COUPLED, *RESAMPLED])
+def test_bc06_twenty_thousand_seeds(shape: str) -> None:
+    """The case in full size."""
+    shapes: dict[str, SpecConfig | str] = {"off": "off", **COUPLED, **RESAMPLED}
+    found = off(MANY) if shape == "off" else sample(range(MANY), shapes[shape], off(MANY))
+    assert p_value(list(found.values())) > ALPHA
+    if shape in COUPLED:
+        assert found == off(MANY)
