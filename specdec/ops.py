@@ -29,31 +29,31 @@ from specdec.kernels.tree_attention import reference as attention_reference
 TABLE = Registry()
 
 _NEEDS_F32 = "compiled for float32 only"
+_HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
 
 
-def _load_extension() -> tuple[Any, str | None]:
-    """The compiled module and None, or None and the reason why it cannot be used."""
+def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
+    """Compiled functions by op name and None, or nothing and the reason why they cannot be used."""
     try:
-        return import_module("specdec._C"), None
+        module = import_module("specdec._C")
     except ImportError as err:
-        return None, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
+        return {}, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
+    linear = import_module("specdec.kernels.linear.cpu")
+    bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding}
+    return {**vars(module), **bridges}, None
 
 
-_EXTENSION, _WHY_NOT = _load_extension()
+_COMPILED, _WHY_NOT = _load_extension()
 
 
 def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
     return None if x.dtype is torch.float32 else _NEEDS_F32
 
 
-def _caches_not_f32(caches: list[Tensor], *_: Any) -> str | None:
-    return None if caches[0].dtype is torch.float32 else _NEEDS_F32
-
-
 def _attention_rejects(q: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
         return _NEEDS_F32
-    return None if q.shape[2] % 16 == 0 and q.shape[2] <= 256 else "head size must be a multiple of 16, at most 256"
+    return None if q.shape[2] in _HEAD_SIZES else f"compiled for head sizes {_HEAD_SIZES} only"
 
 
 def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *_: Any) -> str | None:
@@ -65,7 +65,7 @@ def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_ca
 def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
     """Op `name`: the compiled CPU backend (extension function of the same name), then `extra`, then the reference."""
     op = TABLE.op(name)
-    op.add(Backend("cpu", getattr(_EXTENSION, name, reference), ("cpu",), rejects, missing=_WHY_NOT))
+    op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT))
     for backend in extra:
         op.add(backend)
     op.add(Backend("reference", reference))
@@ -76,7 +76,7 @@ _RMS_NORM = _register("rms_norm", norm_reference.rms_norm)
 _ADD_RMS_NORM = _register("add_rms_norm", norm_reference.add_rms_norm)
 _SILU_MUL = _register("silu_mul", silu_reference.silu_mul)
 _ROPE_WRITE_KV = _register("rope_write_kv", rope_reference.rope_write_kv, _rope_rejects)
-_MOVE_KV = _register("move_kv", move_reference.move_kv, _caches_not_f32)
+_MOVE_KV = _register("move_kv", move_reference.move_kv, None)
 _GUMBEL_ARGMAX = _register("gumbel_argmax", noise_reference.gumbel_argmax)
 _GUMBEL_NOISE = _register("gumbel_noise", noise_reference.gumbel_noise, None)
 _PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, None)
@@ -112,7 +112,7 @@ def deterministic(device: str) -> AbstractContextManager[None]:
 
 def compiled() -> bool:
     """Whether the compiled CPU kernels are usable in this process."""
-    return _EXTENSION is not None
+    return _WHY_NOT is None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

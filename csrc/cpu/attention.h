@@ -1,0 +1,159 @@
+// Paged attention for causal and tree rows. Included once per instruction set.
+//
+// Every row reduces over its logical keys 0, 1, 2, … (committed positions, then its ancestors by depth) in tiles of 64,
+// merged in order by online softmax. A tile without visible keys changes nothing and is skipped, so windows cost what
+// they show. Which rows share a task, and where a task runs, cannot change a bit.
+
+constexpr int kKeys = 64;      // keys per tile
+constexpr int kTaskRows = 16;  // rows of one sequence that walk a tile while it is in cache
+constexpr int kMaxHead = 256;
+
+struct Softmax {  // running state of one (row, head)
+  float top, norm;
+  float acc[kMaxHead];
+};
+
+struct AttentionRow {
+  int64_t row, position, first;  // batch row, logical position, first visible key
+  int64_t ctx;
+  int32_t ancestor[64];  // by depth, for a tree row
+  bool tree;
+};
+
+SPECDEC_INLINE void plan_row(const AttentionArgs& a, int64_t b, int64_t row, AttentionRow* out) {
+  out->row = row;
+  out->position = a.positions[row];
+  out->first = a.window > 0 && out->position >= a.window ? out->position - a.window + 1 : 0;
+  out->ctx = a.ctx[b];
+  out->tree = a.tree[b] > 0;
+  if (!out->tree) return;
+  uint64_t word = (uint64_t)a.words[row];
+  for (int depth = 0; word && depth < 64; depth++, word &= word - 1) out->ancestor[depth] = __builtin_ctzll(word);
+}
+
+// Element offsets (of kv head 0) of logical keys [lo, hi) of a row.
+SPECDEC_INLINE void locate(const AttentionArgs& a, int64_t b, const AttentionRow& r, int64_t lo, int64_t hi, int64_t* offset) {
+  const int32_t* table = a.block_table + b * a.table_width;
+  int64_t width = a.nkv * a.hd;
+  for (int64_t p = lo; p < hi; p++) {
+    int64_t place = r.tree && p >= r.ctx ? r.ctx + r.ancestor[p - r.ctx] : p;
+    offset[p - lo] = ((int64_t)table[place / a.block_size] * a.block_size + place % a.block_size) * width;
+  }
+}
+
+// One tile of `count` keys for one head.
+template <int vectors>
+static void attend_tile(const float* q, const float* keys, const float* values, const int64_t* offset, int count, float scale, Softmax* s) {
+  alignas(64) float score[kKeys];
+  Float16 qv[vectors], top = all(-__builtin_inff());
+#pragma GCC unroll 8
+  for (int v = 0; v < vectors; v++) qv[v] = load(q + 16 * v);
+  for (int start = 0; start < count; start += 16) {
+    Float16 dots[16];
+    for (int i = 0; i < 16; i++) {
+      const float* key = keys + offset[start + i < count ? start + i : count - 1];
+      dots[i] = mul(qv[0], load(key));
+#pragma GCC unroll 8
+      for (int v = 1; v < vectors; v++) dots[i] = fma(qv[v], load(key + 16 * v), dots[i]);
+    }
+    Float16 part = mul(sums(dots), all(scale));
+    store(score + start, part);
+    for (int i = count - start; i < 16; i++) score[start + i] = -__builtin_inff();
+    top = max(load(score + start), top);
+  }
+  float new_top = largest(top) > s->top ? largest(top) : s->top;
+  alignas(16) float old[16] = {s->top - new_top};
+  store(old, exponential(load(old)));
+  Float16 total = all(0.0f);
+  for (int start = 0; start < count; start += 16) {
+    Float16 p = exponential(sub(load(score + start), all(new_top)));
+    store(score + start, p);
+    total = add(total, p);
+  }
+  float shrink = s->top == -__builtin_inff() ? 0.0f : old[0];
+  s->top = new_top;
+  s->norm = __builtin_fmaf(s->norm, shrink, sum(total));
+  Float16 acc[vectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < vectors; v++) acc[v] = mul(load(s->acc + 16 * v), all(shrink));
+  for (int i = 0; i < count; i++) {
+    const float* value = values + offset[i];
+    Float16 p = all(score[i]);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) acc[v] = fma(p, load(value + 16 * v), acc[v]);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < vectors; v++) store(s->acc + 16 * v, acc[v]);
+}
+
+template <int vectors>
+static void attend_rows(const AttentionArgs& a, int64_t b, int64_t kv, int64_t first_row, int count, AttentionRow* rows, Softmax* state) {
+  int64_t group = a.nh / a.nkv, last = 0, begin = INT64_MAX;
+  for (int i = 0; i < count; i++) {
+    plan_row(a, b, first_row + i, rows + i);
+    if (rows[i].position > last) last = rows[i].position;
+    if (rows[i].first < begin) begin = rows[i].first;
+    for (int64_t g = 0; g < group; g++) {
+      Softmax& s = state[i * group + g];
+      s.top = a.sinks ? a.sinks[kv * group + g] : -__builtin_inff();
+      s.norm = a.sinks ? 1.0f : 0.0f;
+      for (int64_t d = 0; d < a.hd; d++) s.acc[d] = 0.0f;
+    }
+  }
+  for (int64_t tile = begin / kKeys * kKeys; tile <= last; tile += kKeys) {
+    for (int i = 0; i < count; i++) {
+      const AttentionRow& r = rows[i];
+      int64_t lo = r.first > tile ? r.first : tile;
+      int64_t hi = r.position + 1 < tile + kKeys ? r.position + 1 : tile + kKeys;
+      if (lo >= hi) continue;
+      int64_t offset[kKeys];
+      locate(a, b, r, lo, hi, offset);
+      for (int64_t g = 0; g < group; g++)
+        attend_tile<vectors>(a.q + (r.row * a.nh + kv * group + g) * a.hd, a.k_cache + kv * a.hd, a.v_cache + kv * a.hd, offset,
+                             (int)(hi - lo), a.scale, state + i * group + g);
+    }
+  }
+  for (int i = 0; i < count; i++)
+    for (int64_t g = 0; g < group; g++) {
+      const Softmax& s = state[i * group + g];
+      float* out = a.out + (rows[i].row * a.nh + kv * group + g) * a.hd;
+      for (int64_t d = 0; d < a.hd; d++) out[d] = s.acc[d] / s.norm;
+    }
+}
+
+static void attend_task(const AttentionArgs& a, int64_t b, int64_t kv, int64_t row, int count, AttentionRow* rows, Softmax* state) {
+  switch (a.hd / 16) {
+    case 1: return attend_rows<1>(a, b, kv, row, count, rows, state);
+    case 2: return attend_rows<2>(a, b, kv, row, count, rows, state);
+    case 3: return attend_rows<3>(a, b, kv, row, count, rows, state);
+    case 4: return attend_rows<4>(a, b, kv, row, count, rows, state);
+    case 5: return attend_rows<5>(a, b, kv, row, count, rows, state);
+    case 6: return attend_rows<6>(a, b, kv, row, count, rows, state);
+    case 8: return attend_rows<8>(a, b, kv, row, count, rows, state);
+    case 16: return attend_rows<16>(a, b, kv, row, count, rows, state);
+  }
+}
+
+static void attention(const AttentionArgs& a) {
+  struct Task { int64_t b, row; int count; };
+  std::vector<Task> tasks;
+  int64_t work = 0;
+  for (int64_t b = 0; b < a.B; b++)
+    for (int64_t row = a.cu_query[b]; row < a.cu_query[b + 1]; row += kTaskRows) {
+      int64_t left = a.cu_query[b + 1] - row;
+      tasks.push_back({b, row, (int)(left < kTaskRows ? left : kTaskRows)});
+      work += tasks.back().count * (a.positions[row] + 1) * a.nh * a.hd;
+    }
+  int64_t total = (int64_t)tasks.size() * a.nkv;
+  int threads = work < 32768 ? 1 : a.threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::unique_ptr<AttentionRow[]> rows(new AttentionRow[kTaskRows]);  // not zeroed: plan_row fills what is read
+    std::unique_ptr<Softmax[]> state(new Softmax[kTaskRows * (a.nh / a.nkv)]);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < total; i++) {
+      const Task& t = tasks[i / a.nkv];
+      attend_task(a, t.b, i % a.nkv, t.row, t.count, rows.get(), state.get());
+    }
+  }
+}

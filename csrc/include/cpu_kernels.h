@@ -1,0 +1,102 @@
+// The compiled CPU ops, free of torch: plain pointers in, plain pointers out. One table of functions per instruction set.
+//
+// Promise of every op: the bits of an output row depend on that row's inputs only, never on the number of rows, on other
+// rows, or on the number of threads. Sizes are elements unless named bytes. `threads` is an upper bound.
+#pragma once
+#include <cstdint>
+
+namespace specdec {
+
+enum WeightKind { F32 = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };  // order of KINDS in kernels/linear/tiles.py
+
+struct LinearArgs {
+  const float* x;        // [M, K]
+  const uint8_t* tiles;  // layout in kernels/linear/tiles.py
+  float* out;            // [M, N]
+  int64_t M, N, K;
+  WeightKind kind;
+  void* scratch;  // `linear_scratch_bytes` bytes, 64-byte aligned
+  int threads;
+};
+
+struct EmbeddingArgs {
+  const int64_t* ids;  // [T], in [0, N)
+  const uint8_t* tiles;
+  float* out;  // [T, K]
+  int64_t T, N, K;
+  WeightKind kind;
+};
+
+struct AttentionArgs {
+  const float* q;                           // [T, nh, hd]
+  const float *k_cache, *v_cache;           // [NB, bs, nkv, hd]
+  const int32_t* block_table;               // [B, M]
+  const int32_t *cu_query, *ctx, *tree;     // [B + 1], [B], [B]
+  const int64_t *words, *positions;         // [T]
+  const float* sinks;                       // [nh] or null
+  float* out;                               // [T, nh * hd], zeroed by the caller past cu_query[B]
+  int64_t B, T, nh, nkv, hd, block_size, table_width;
+  float scale;
+  int64_t window;  // <= 0: none
+  int threads;
+};
+
+struct RopeArgs {
+  const float* qkv;  // [T, (nh + 2 nkv) * hd]
+  const int64_t *positions, *slots;
+  const float *cos, *sin;     // [P, hd / 2]
+  float *k_cache, *v_cache;   // [slots, nkv, hd]
+  float* q;                   // [T, nh, hd]
+  int64_t T, nh, nkv, hd;
+};
+
+struct NormArgs {
+  const float *x, *residual, *weight;  // [T, H], [T, H] or null, [H]
+  float *out, *total;                  // [T, H]; total = x + residual, null without residual
+  int64_t T, H;
+  float eps;
+};
+
+struct NoiseKey {
+  const int64_t *seeds, *positions, *choices;  // [R]
+  uint32_t purpose;
+};
+
+struct ArgmaxArgs {
+  const float* scores;  // [R, V]
+  NoiseKey key;
+  const bool* noisy;  // [R]
+  int64_t* out;       // [R]
+  int64_t R, V;
+  int threads;
+};
+
+struct NoiseArgs {
+  NoiseKey key;
+  const int64_t* ids;  // [R, W]
+  float* out;          // [R, W]
+  int64_t R, W;
+  bool uniform;  // uniforms instead of Gumbel noise
+  int threads;
+};
+
+struct CpuKernels {
+  const char* name;
+  void (*linear)(const LinearArgs&);
+  void (*embedding)(const EmbeddingArgs&);
+  void (*attention)(const AttentionArgs&);
+  void (*rope_write_kv)(const RopeArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*silu_mul)(const float* gate_up, float* out, int64_t T, int64_t I);
+  void (*gumbel_argmax)(const ArgmaxArgs&);
+  void (*noise)(const NoiseArgs&);
+};
+
+int64_t linear_scratch_bytes(int64_t M, int64_t K, WeightKind kind);
+int64_t tile_bytes(int64_t K, WeightKind kind);  // bytes of one 16-row tile
+
+const CpuKernels* avx512_kernels();   // null where not compiled in
+const CpuKernels* avx2_kernels();
+const CpuKernels* generic_kernels();  // always there
+
+}  // namespace specdec
