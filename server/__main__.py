@@ -10,6 +10,18 @@ from specdec.server import args as command_line
 from specdec.server.loop import Engine
 from specdec.server.run import run
 
+log = logging.getLogger("specdec.server")
+
+
+def backends(device: str) -> str:
+    """The backend of every op on `device`, one phrase per backend."""
+    from specdec import ops
+
+    by_backend: dict[str, list[str]] = {}
+    for op, backend in ops.explain(device).items():
+        by_backend.setdefault(backend, []).append(op)
+    return "; ".join(f"{', '.join(names)}: {backend}" for backend, names in by_backend.items())
+
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM; the exit code. Settings that cannot work end it before anything is loaded."""
@@ -24,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     def build() -> Engine:
         from specdec.llm import LLM  # imports torch: after the port is open, so that probes answer while it loads
 
-        return LLM(**options).engine
+        engine = LLM(**options).engine
+        log.info("device %s; %s", engine.runner.device, backends(str(engine.runner.device.type)))
+        return engine
 
     return run(
         build, command_line.settings(args), host=args.host, port=args.port, drain_timeout=args.drain_timeout, access_log=args.access_log

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from specdec.server.params import chat_params, template_messages
 from specdec.server.protocol import ChatRequest
-from specdec.server.responses import Header, Json, TokenText, chat_logprobs, join, prompt_logprobs
+from specdec.server.responses import Header, Json, Vocabulary, chat_logprobs, join, prompt_logprobs
 from specdec.server.service import Service
 from specdec.server.streaming import OPENAPI_200
 from specdec.types import CompletionOutput, RequestOutput
@@ -17,9 +17,9 @@ class ChatAnswer:
 
     scores_only = False
 
-    def __init__(self, header: Header, body: ChatRequest, text: TokenText):
+    def __init__(self, header: Header, body: ChatRequest, vocabulary: Vocabulary):
         self.header = header
-        self._text = text
+        self._vocabulary = vocabulary
         self._ids = bool(body.return_token_ids)
         self._started: set[int] = set()
 
@@ -41,7 +41,7 @@ class ChatAnswer:
     def extras(self, outputs: list[RequestOutput]) -> Json:
         extras: Json = {}
         if outputs[0].prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs, self._text)
+            extras["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs, self._vocabulary)
         if self._ids:
             extras["prompt_token_ids"] = outputs[0].prompt_token_ids
         return extras
@@ -49,7 +49,7 @@ class ChatAnswer:
     def _choice(self, choice: CompletionOutput) -> Json:
         body: Json = {
             "index": choice.index,
-            "logprobs": chat_logprobs(choice.logprobs, self._text),
+            "logprobs": chat_logprobs(choice.logprobs, self._vocabulary),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -68,6 +68,6 @@ def router(service: Service) -> APIRouter:
         tokenizer = service.engine.tokenizer
         opening = body.add_generation_prompt is not False
         prompt = await service.in_pool(lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=opening))
-        return await service.respond(request, body, ChatAnswer(header, body, TokenText(tokenizer)), headers, [prompt], params)
+        return await service.respond(request, body, ChatAnswer(header, body, tokenizer), headers, [prompt], params)
 
     return routes

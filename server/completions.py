@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from specdec.server.params import completion_params, prompts
 from specdec.server.protocol import CompletionRequest
-from specdec.server.responses import Header, Json, TokenText, completion_logprobs, join, prompt_logprobs
+from specdec.server.responses import Header, Json, Vocabulary, completion_logprobs, join, prompt_logprobs
 from specdec.server.service import Service
 from specdec.server.streaming import OPENAPI_200
 from specdec.types import CompletionOutput, RequestOutput, TokenLogprobs
@@ -17,13 +17,13 @@ from specdec.types import CompletionOutput, RequestOutput, TokenLogprobs
 class CompletionAnswer:
     """Text completion objects. `echoes`: the text to put before every choice of each prompt, None without echo."""
 
-    def __init__(self, header: Header, body: CompletionRequest, echoes: list[str] | None, text: TokenText):
+    def __init__(self, header: Header, body: CompletionRequest, echoes: list[str] | None, vocabulary: Vocabulary):
         self.header = header
         self.scores_only = body.max_tokens == 0
         self._body = body
         self._n = body.n or 1
         self._echoes = echoes
-        self._text = text
+        self._vocabulary = vocabulary
         self._length: dict[tuple[int, int], int] = {}  # (position, choice) -> characters sent, by delta
 
     def deltas(self, position: int, output: RequestOutput) -> list[Json]:
@@ -40,7 +40,7 @@ class CompletionAnswer:
     def whole(self, position: int, deltas: list[RequestOutput]) -> list[Json]:
         choices = [self._choice(position, c, deltas[-1], 0, first=True) for c in join(deltas)]
         if self._body.prompt_logprobs is not None:
-            shown = prompt_logprobs(deltas[-1].prompt_logprobs, self._text)
+            shown = prompt_logprobs(deltas[-1].prompt_logprobs, self._vocabulary)
             choices = [c | {"prompt_logprobs": shown} for c in choices]
         return choices
 
@@ -61,7 +61,7 @@ class CompletionAnswer:
         body: Json = {
             "index": position * self._n + choice.index,
             "text": echo + text,
-            "logprobs": completion_logprobs(logprobs, offset, self._text, leading),
+            "logprobs": completion_logprobs(logprobs, offset, self._vocabulary, leading),
             "finish_reason": "length" if self.scores_only else choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -91,7 +91,7 @@ def router(service: Service) -> APIRouter:
         tokenizer = service.engine.tokenizer
         given = prompts(body)
         ids, echoes = await service.in_pool(lambda: _tokenize(tokenizer, given, bool(body.echo)))
-        form = CompletionAnswer(header, body, echoes, TokenText(tokenizer))
+        form = CompletionAnswer(header, body, echoes, tokenizer)
         return await service.respond(request, body, form, headers, ids, params)
 
     return routes

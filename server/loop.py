@@ -12,13 +12,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import Draining, EngineDead, SpecdecError
-from specdec.metrics import Emission, Gauges, Metrics
+from specdec.metrics import Gauges, Metrics
+from specdec.server.job import Job, Ticket
 from specdec.types import RequestOutput, StepStats
 
 log = logging.getLogger("specdec.server")
@@ -55,40 +55,6 @@ class NotReady(SpecdecError):
     code = "not_ready"
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """One prompt in flight. `position`: its place among the prompts of its job."""
-
-    job: Job
-    position: int
-    request_id: str
-    prompt: list[int]
-    emission: Emission = field(default_factory=Emission)
-    done: bool = False
-
-
-class Job:
-    """The prompts of one HTTP request: admitted whole or not at all, aborted together. Belongs to the event loop."""
-
-    def __init__(self, request_id: str, prompts: list[list[int]], params: SamplingParams):
-        many = len(prompts) > 1
-        self.tickets = [Ticket(self, i, f"{request_id}-{i}" if many else request_id, prompt) for i, prompt in enumerate(prompts)]
-        self.params = params
-        self.arrival = time.monotonic()
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.outputs: asyncio.Queue[tuple[int, RequestOutput] | SpecdecError] = asyncio.Queue()
-
-    async def deltas(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(position of the prompt, delta) until every prompt is finished; raises the error that ended the job otherwise."""
-        left = len(self.tickets)
-        while left:
-            item = await self.outputs.get()
-            if isinstance(item, SpecdecError):
-                raise item
-            left -= item[1].finished
-            yield item
-
-
 class EngineLoop:
     """Runs the engine. `build` is called on the engine thread and may take minutes (download, load, warm-up)."""
 
@@ -108,6 +74,11 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._engine_main, name="specdec-engine", daemon=True)
         metrics.at_scrape.oldest_inbox = self._oldest_pending
         metrics.at_scrape.inbox_depth = lambda: len(self._pending)
+
+    @property
+    def thread_alive(self) -> bool:
+        """The engine thread has not ended (yet)."""
+        return self._thread.is_alive()
 
     # ---- event loop -------------------------------------------------------------------------------------------------
 

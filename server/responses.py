@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 
@@ -77,29 +78,27 @@ class Usage:
         }
 
 
-class TokenText:
-    """Single tokens as text, special ones included. An incomplete UTF-8 sequence shows as U+FFFD."""
+class Vocabulary(Protocol):
+    """What a tokenizer knows of single tokens."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-
-    def __call__(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+    def token_text(self, token: int) -> str: ...
+    def token_bytes(self, token: int) -> bytes: ...
 
 
-def chat_logprobs(entries: list[TokenLogprobs] | None, text: TokenText) -> Json | None:
+def chat_logprobs(entries: list[TokenLogprobs] | None, vocabulary: Vocabulary) -> Json | None:
     """`choices[].logprobs` of chat completions; None when they were not asked for."""
     if entries is None:
         return None
 
     def one(token: int, logprob: float) -> Json:
-        piece = text(token)
-        return {"token": piece, "logprob": finite(logprob), "bytes": list(piece.encode("utf-8"))}
+        return {"token": vocabulary.token_text(token), "logprob": finite(logprob), "bytes": list(vocabulary.token_bytes(token))}
 
     return {"content": [one(e.token, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in entries]}
 
 
-def completion_logprobs(entries: list[TokenLogprobs | None] | None, offset: int, text: TokenText, first: int | None = None) -> Json | None:
+def completion_logprobs(
+    entries: list[TokenLogprobs | None] | None, offset: int, vocabulary: Vocabulary, first: int | None = None
+) -> Json | None:
     """`choices[].logprobs` of text completions. `offset`: characters of the choice before these tokens.
 
     `first` is the token of a leading entry without a law: the first token of an echoed prompt.
@@ -107,17 +106,33 @@ def completion_logprobs(entries: list[TokenLogprobs | None] | None, offset: int,
     if entries is None:
         return None
     ids = [first if entry is None else entry.token for entry in entries]
-    tokens = ["" if token is None else text(token) for token in ids]
-    ends = list(itertools.accumulate((len(t) for t in tokens), initial=offset))
     return {
-        "tokens": tokens,
+        "tokens": ["" if token is None else _shown(token, vocabulary) for token in ids],
         "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
-        "top_logprobs": [None if e is None else {text(t): finite(lp) for t, lp in (*e.top, (e.token, e.logprob))} for e in entries],
-        "text_offset": ends[:-1],
+        "top_logprobs": [
+            None if e is None else {_shown(t, vocabulary): finite(lp) for t, lp in (*e.top, (e.token, e.logprob))} for e in entries
+        ],
+        "text_offset": _offsets(ids, offset, vocabulary),
     }
 
 
-def prompt_logprobs(entries: list[TokenLogprobs | None] | None, text: TokenText) -> list[Json | None] | None:
+def _shown(token: int, vocabulary: Vocabulary) -> str:
+    """The token's text, or `bytes:\\xNN…` for a part of a character, so that different tokens never look alike."""
+    raw = vocabulary.token_bytes(token)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _offsets(ids: list[int | None], offset: int, vocabulary: Vocabulary) -> list[int]:
+    """Characters before each token; a character split over tokens counts where it becomes complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = (0 if token is None else len(decoder.decode(vocabulary.token_bytes(token))) for token in ids)
+    return list(itertools.accumulate(lengths, initial=offset))[:-1]
+
+
+def prompt_logprobs(entries: list[TokenLogprobs | None] | None, vocabulary: Vocabulary) -> list[Json | None] | None:
     """vLLM's `prompt_logprobs`: per prompt token a map from token id to its log-probability, null for the first."""
     if entries is None:
         return None
@@ -127,7 +142,11 @@ def prompt_logprobs(entries: list[TokenLogprobs | None] | None, text: TokenText)
             result.append(None)
             continue
         ranked = {token: (logprob, i + 1) for i, (token, logprob) in enumerate(entry.top)} | {entry.token: (entry.logprob, entry.rank)}
-        result.append({str(t): {"logprob": finite(lp), "rank": rank, "decoded_token": text(t)} for t, (lp, rank) in ranked.items()})
+        facts = {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.token_text(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+        result.append(facts)
     return result
 
 

@@ -69,7 +69,10 @@ async def serve(
         return 1
     finally:
         watch.cancel()
-    return 0 if server.started and stop.is_set() and loop.error is None else 1
+    code = 0 if server.started and stop.is_set() and loop.error is None else 1
+    if loop.thread_alive:  # inside a step that does not end; the interpreter must not be torn down under it
+        _exit(code)
+    return code
 
 
 async def _watch(loop: EngineLoop, server: uvicorn.Server, stop: asyncio.Event, drain_timeout: float, url: str) -> None:
@@ -95,7 +98,7 @@ def _log_start(loop: EngineLoop, url: str) -> None:
     assert engine is not None
     c = engine.config
     log.info("model %s (%s), context %d tokens, %d sequences at a time", engine.model_name, c.model, engine.max_model_len, c.max_num_seqs)
-    log.info("device %s, dtype %s, kv %s, deterministic %s", c.device, c.dtype, c.kv_dtype, c.deterministic)
+    log.info("dtype %s, kv %s, deterministic %s", c.dtype, c.kv_dtype, c.deterministic)
     log.info("speculation %s, policy %s, verify %s", c.speculation.method, c.speculation.policy, c.speculation.verify)
     log.info("ready: %s/v1  (probes: /health /ready, metrics: /metrics)", url)
 

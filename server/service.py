@@ -17,7 +17,8 @@ from starlette.requests import Request
 from specdec.config import SamplingParams
 from specdec.errors import ModelNotFound
 from specdec.metrics import Metrics
-from specdec.server.loop import Engine, EngineLoop, Job, NotReady
+from specdec.server.job import Job
+from specdec.server.loop import Engine, EngineLoop, NotReady
 from specdec.server.protocol import Generation, check_extras
 from specdec.server.responses import Header, Json, Usage
 from specdec.server.streaming import DONE, EventStream, answer, event
@@ -93,7 +94,12 @@ class Service:
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> str:
-        """The model name to report. ModelNotFound for a name that is not served."""
+        """The model name to report. ModelNotFound for a name that is not served.
+
+        Without --served-model-name the path or id the model was started with is a name too.
+        """
+        if name and not self.settings.model_names and name == self.engine.config.model:
+            return name
         if name and name not in self.model_names:
             raise ModelNotFound(f"the model {name[:200]!a} is not served here; use {self.model_names[0]!r}", param="model")
         return name or self.model_names[0]
@@ -118,7 +124,7 @@ class Service:
         """Admit the prompts, then stream or collect. Every error before the first token is an HTTP status, not an event."""
         if isinstance(params.prediction, str):
             text = params.prediction
-            params = replace(params, prediction=await self.in_pool(lambda: self.engine.tokenizer.encode(text)))
+            params = replace(params, prediction=await self.in_pool(lambda: self.engine.tokenizer.encode(text, add_special=False)))
         job = Job(form.header.id, prompts, params)
         start = self._stream(job, body, form, headers) if body.stream else self._collect(job, form, headers)
         return await answer(request, start)

@@ -21,11 +21,17 @@ VOCAB = 512
 class FakeTokenizer:
     """One character = one token (its code point, up to 511); ids 0…25 are the letters a…z."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return [ord(c) - 97 if "a" <= c <= "z" else min(ord(c), VOCAB - 1) for c in text]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + i) if i < 26 else chr(i) for i in ids)
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)

@@ -127,11 +127,11 @@ def test_others_are_served_while_a_long_text_is_tokenised() -> None:
     inside, go = threading.Event(), threading.Event()
 
     class Slow(FakeTokenizer):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
             if text.startswith("slow"):
                 inside.set()
                 assert go.wait(60)
-            return super().encode(text)
+            return super().encode(text, add_special=add_special)
 
     engine = FakeEngine()
     engine.tokenizer = Slow()

@@ -1,0 +1,47 @@
+"""`Job`: one HTTP request's prompts on their way through the engine loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from specdec.config import SamplingParams
+from specdec.errors import SpecdecError
+from specdec.metrics import Emission
+from specdec.types import RequestOutput
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One prompt in flight. `position`: its place among the prompts of its job."""
+
+    job: Job
+    position: int
+    request_id: str
+    prompt: list[int]
+    emission: Emission = field(default_factory=Emission)
+    done: bool = False
+
+
+class Job:
+    """The prompts of one HTTP request: admitted whole or not at all, aborted together. Belongs to the event loop."""
+
+    def __init__(self, request_id: str, prompts: list[list[int]], params: SamplingParams):
+        many = len(prompts) > 1
+        self.tickets = [Ticket(self, i, f"{request_id}-{i}" if many else request_id, prompt) for i, prompt in enumerate(prompts)]
+        self.params = params
+        self.arrival = time.monotonic()
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outputs: asyncio.Queue[tuple[int, RequestOutput] | SpecdecError] = asyncio.Queue()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(position of the prompt, delta) until every prompt is finished; raises the error that ended the job otherwise."""
+        left = len(self.tickets)
+        while left:
+            item = await self.outputs.get()
+            if isinstance(item, SpecdecError):
+                raise item
+            left -= item[1].finished
+            yield item
