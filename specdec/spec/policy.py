@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 CHEAP = 0.02  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
+LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
 
 
@@ -179,7 +180,7 @@ class SpecPolicy:
         record = state.records[name]
         if raw[1] <= 0.0:
             synthesise(raw, parents, count, record.rates)
-        factors = [record.reliability.factor(band) for band in range(3)]
+        factors = [f if (f := record.reliability.factor(band)) >= LIAR else 0.0 for band in range(3)]
         probe = factors[band_of(raw[1])] < 0.5 and record.probe_due()
         if probe:
             count = min(count, PROBE_NODES)
