@@ -76,6 +76,20 @@ def test_good_drafts_are_accepted() -> None:
     assert seq.tokens == off.tokens and steps == 4
 
 
+def test_sampled_tokens_are_the_noisy_argmax_at_their_absolute_positions() -> None:
+    """The definition itself: seed, choice and position name the noise. Different choices and seeds give different texts."""
+    params = SamplingParams(temperature=1.0, max_tokens=30)
+    texts = set()
+    for seed, choice in ((5, 0), (5, 1), (6, 0), (2**64 - 1, 0)):
+        seq = decode(params, random_drafts(seed), prompt=PROMPT, vocab=VOCAB, seed=seed, choice=choice)
+        for position in range(len(PROMPT), len(seq.tokens)):
+            named = [torch.tensor([value]) for value in (rng.to_key(seed), position, choice)]
+            g = noise.gumbel_noise(*named, torch.arange(VOCAB)[None], rng.TARGET)[0]
+            assert seq.tokens[position] == int((toy_logits(seq.tokens[:position], VOCAB) + g).argmax())
+        texts.add(tuple(seq.tokens))
+    assert len(texts) == 4
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(host_trees(vocab=5, max_nodes=14), min_size=1, max_size=4), st.integers(0, 1000))
 def test_verdict_equals_the_python_walk(trees: list[HostTree], salt: int) -> None:
