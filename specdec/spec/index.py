@@ -60,26 +60,28 @@ class TokenIndex:
             self.size += 1
 
     def _insert(self, position: int) -> None:
-        for level, key in enumerate(self._keys(self.tokens, position)):
+        keys = self._keys(self.tokens, position)
+        for level, key in enumerate(keys):
             newest = self._newest[level]
             self._previous[level].append(newest.get(key, -1))
             newest[key] = position
             if self._oldest is not None:
                 self._oldest[level].setdefault(key, position)
-        for level in range(len(self._previous)):  # positions too early for the longer levels
-            if len(self._previous[level]) == position:
-                self._previous[level].append(-1)
+        for level in range(len(keys), len(self.levels)):  # no n-gram of this length ends so early
+            self._previous[level].append(-1)
 
-    def _keys(self, tokens: Seq[int], position: int) -> Iterator[int]:
+    def _keys(self, tokens: Seq[int], position: int) -> list[int]:
         """Hashes of the n-grams that end at `position`, for each level that fits: Horner, from the end backwards."""
+        keys: list[int] = []
         key, done = 0, 0
         for n in self.levels:
             if n > position + 1:
-                return
-            while done < n:
-                key = (key * _MULTIPLIER + tokens[position - done] + 1) & _MASK
-                done += 1
-            yield key
+                break
+            for at in range(position - done, position - n, -1):
+                key = (key * _MULTIPLIER + tokens[at] + 1) & _MASK
+            done = n
+            keys.append(key)
+        return keys
 
     def _update_bulk(self, start: int, end: int) -> None:
         base = max(0, start - self.levels[-1] + 1)
@@ -122,7 +124,7 @@ class TokenIndex:
         """
         found: list[tuple[int, int]] = []
         seen: set[int] = set()
-        keys = list(self._keys(context, len(context) - 1))
+        keys = self._keys(context, len(context) - 1)
         for level in range(len(keys) - 1, -1, -1):
             for position in self._chain(level, keys[level], 2 * limit, oldest_first):
                 if position in seen:
