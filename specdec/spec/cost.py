@@ -141,11 +141,11 @@ class CostModel:
     def _spread(self) -> None:
         """A bucket without fresh observations takes the correction of the nearest one that has them."""
         fresh = [i for i, seen in enumerate(self._seen) if seen >= 0 and self._steps - seen <= self.STALE]
-        if len(fresh) == 1:
-            self._correction = [self._median[fresh[0]]] * len(self._correction)
-            return
+        near = 0
         for i in range(len(self._correction)):
-            self._correction[i] = self._median[min(fresh, key=lambda j: abs(j - i))]
+            while near + 1 < len(fresh) and fresh[near + 1] - i < i - fresh[near]:
+                near += 1
+            self._correction[i] = self._median[fresh[near]]
 
     def _bucket_of(self, rows: int) -> int:
         """The nearest measured row count, the larger of two."""
