@@ -150,7 +150,8 @@ def _env(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"device: cuda, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
     else:
         print(f"device: cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    print(ops.explain("cuda" if torch.cuda.is_available() else "cpu"))
+    for op, backend in ops.explain("cuda" if torch.cuda.is_available() else "cpu").items():
+        print(f"  {op:18s} {backend}")
     return 0
 
 

@@ -25,7 +25,7 @@ def _require(ok: bool, message: str, param: str) -> None:
 
 
 def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     ok = ok and (value > low if low_open else value >= low) and value <= high
     _require(ok, f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {value!r}", name)
 
@@ -33,6 +33,17 @@ def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = 
 def _integer(value: Any, name: str, low: int, high: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     _require(ok, f"{name} must be an integer in [{low}, {high}], got {value!r}", name)
+
+
+def _ids(values: Any, name: str) -> None:
+    _require(values is None or isinstance(values, (list, tuple, set, frozenset, range)), f"{name} must be a list of token ids", name)
+    for token in values or ():
+        _integer(token, name, 0, 2**31 - 1)
+
+
+def _words(values: Any, name: str) -> None:
+    ok = values is None or (isinstance(values, (list, tuple, set, frozenset)) and all(isinstance(w, str) and w for w in values))
+    _require(ok, f"{name} must be a list of non-empty strings", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +108,21 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(getattr(self, name), name, 0, 100)
         _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
+        self._check_collections()
+
+    def _check_collections(self) -> None:
         if self.logit_bias is not None:
+            _require(isinstance(self.logit_bias, dict), "logit_bias must map token ids to numbers", "logit_bias")
             for token, value in self.logit_bias.items():
                 _integer(token, "logit_bias", 0, 2**31 - 1)
                 _number(value, "logit_bias", -100.0, 100.0)
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                _integer(token, name, 0, 2**31 - 1)
+        _ids(self.stop_token_ids, "stop_token_ids")
+        _ids(self.allowed_token_ids, "allowed_token_ids")
         _require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids is empty", "allowed_token_ids")
-        for name in ("stop", "bad_words"):
-            words = self.stop_strings if name == "stop" else (self.bad_words or ())
-            for word in words:
-                _require(isinstance(word, str) and word != "", f"{name} must hold non-empty strings", name)
+        _words((self.stop,) if isinstance(self.stop, str) else self.stop, "stop")
+        _words(self.bad_words, "bad_words")
+        if not isinstance(self.prediction, str):
+            _ids(self.prediction, "prediction")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
