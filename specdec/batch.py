@@ -114,7 +114,8 @@ class BatchBuilder:
         """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
         block, offset = np.divmod(np.asarray(cells, dtype=np.int64), self.block_size)
         blocks = self.tables.numpy()[:, np.asarray(request_slots, dtype=np.int64), block]
-        return torch.from_numpy(blocks.astype(np.int64) * self.block_size + offset).to(self.device)
+        # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
+        return torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset).to(self.device)
 
     def _long(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device)
