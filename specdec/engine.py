@@ -15,7 +15,7 @@ import torch
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
-from specdec.request import RequestState, check_override, check_prompt
+from specdec.request import RequestState, check_override, check_prompt, token_ids
 from specdec.spec.tree import merge, root_only
 from specdec.trace import Trace
 from specdec.types import DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
@@ -66,7 +66,7 @@ class Engine:
         """Validate and queue. Raises InvalidRequest, RequestTooLong, or QueueFull; nothing is kept when it raises."""
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is already running", param="request_id")
-        text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+        text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, token_ids(prompt))
         check_prompt(ids, params, self.vocab_size, self.max_model_len)
         check_override(params.speculation, tuple(self.proposers))
         state = RequestState(
@@ -89,10 +89,10 @@ class Engine:
         state = self._requests.get(request_id)
         if state is None:
             return
+        state.abort()  # before the scheduler names a reason: the text held back for a stop string is still to be released
         for seq in state.sequences:
             if not seq.finished:
                 self._release(seq, self.scheduler.abort)
-        state.abort()
         self._ready.append(state)
 
     def has_work(self) -> bool:

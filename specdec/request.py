@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from specdec.config import METHODS, TEST_METHODS, SamplingParams
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from specdec.tokenizer import Tokenizer
 
 _OVERRIDES = ("method", "nodes", "depth", "width")
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """A prompt given as token ids, as plain ints (NumPy's are welcome). InvalidRequest for anything but a sequence of integers."""
+    try:
+        if isinstance(prompt, (bytes, bytearray, dict, set, frozenset)) or any(isinstance(i, bool) for i in prompt):
+            raise TypeError
+        return [index(i) for i in prompt]
+    except TypeError:
+        raise InvalidRequest(f"a prompt is text or a list of integer token ids, got {prompt!r:.80}", param="prompt") from None
 
 
 def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
