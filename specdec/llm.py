@@ -30,6 +30,7 @@ class LLM:
         config = EngineConfig(model=model, speculation=SpecConfig.of(speculation), **options)
         self.engine: Engine = build_engine(config)
         self._ids = (f"offline-{i}" for i in itertools.count())
+        self._inbox: dict[str, list[RequestOutput]] = {}  # of open calls: outputs that their own next look will find
 
     @property
     def tokenizer(self) -> Any:
@@ -54,7 +55,7 @@ class LLM:
             for request_id, prompt, one in zip(ids, many, each, strict=True):
                 self.engine.add_request(request_id, prompt, one, trace=trace)
                 queued.append(request_id)
-            done = self._run(set(ids), use_tqdm)
+            done = self._run(ids, use_tqdm)
         except BaseException:
             self._abandon(queued)
             raise
@@ -69,35 +70,48 @@ class LLM:
         """Deltas of one prompt as they are produced. Closing the iterator early aborts the request."""
         request_id = next(self._ids)
         self.engine.add_request(request_id, prompt, params or SamplingParams(), trace=trace)
+        inbox = self._inbox[request_id] = []
         finished = False
         try:
             while not finished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+                while not inbox:
+                    self._deliver(self.engine.step())
+                output = inbox.pop(0)
+                finished = output.finished
+                yield output
         finally:
+            self._inbox.pop(request_id, None)
             if not finished:
                 self._abandon([request_id])
 
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """A step moves every request: hand each output to the call that waits for it, whoever made the step."""
+        for output in outputs:
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
+
     def _abandon(self, ids: list[str]) -> None:
         for request_id in ids:
+            self._inbox.pop(request_id, None)
             self.engine.abort(request_id)
-        self.engine.collect()
+        self._deliver(self.engine.collect())
 
-    def _run(self, wanted: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, wanted: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         """Step until every wanted request is finished, joining deltas."""
         from tqdm import tqdm
 
         done: dict[str, RequestOutput] = {}
-        left = set(wanted)
+        inboxes = {request_id: self._inbox.setdefault(request_id, []) for request_id in wanted}
         with tqdm(total=len(wanted), disable=not use_tqdm, unit="req", desc="specdec") as bar:
-            while left:
-                for output in self.engine.step():
-                    done[output.request_id] = _join(done.get(output.request_id), output)
-                    if output.finished:
-                        left.discard(output.request_id)
-                        bar.update(output.request_id in wanted)
+            while inboxes:
+                self._deliver(self.engine.step())
+                for request_id, inbox in list(inboxes.items()):
+                    while inbox:
+                        output = inbox.pop(0)
+                        done[request_id] = _join(done.get(request_id), output)
+                        if output.finished:
+                            del inboxes[request_id], self._inbox[request_id]
+                            bar.update()
         return done
 
 
