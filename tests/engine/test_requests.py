@@ -1,0 +1,156 @@
+"""What is refused, with which error, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.config import SamplingParams
+from specdec.errors import InvalidRequest, QueueFull, RequestTooLong, SpecdecError
+from tests.harness import GREEDY, VOCAB, P, chain, engine, run
+
+
+def refused(target: Any, prompt: Any, params: SamplingParams = GREEDY, error: type[SpecdecError] = InvalidRequest) -> SpecdecError:
+    """The error of adding this request; asserts that the engine is as idle as before."""
+    with pytest.raises(error) as caught:
+        target.add_request("bad", prompt, params)
+    assert not target.has_work() and target.step() == []
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], "", [VOCAB], [-1], [3, 10**9], [2**70], [1.5, 2], [True, 3], ["a"], [None], [[1]], b"ab", 5, None, {"a": 1}, {1, 2}],
+    ids=repr,
+)
+def test_bad_prompts(prompt: Any) -> None:
+    assert refused(engine(), prompt).param == "prompt"
+
+
+def test_lone_surrogates() -> None:
+    assert refused(engine(), "ab\ud800").param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [[4, 5], (4, 5), range(4, 6)], ids=repr)
+def test_any_sequence_of_ids(prompt: Any) -> None:
+    assert run(engine(), {"r": (prompt, GREEDY)})["r"].prompt_token_ids == [4, 5]
+
+
+@pytest.mark.parametrize("length", [128, 129, 5000])
+def test_too_long(length: int) -> None:
+    error = refused(engine(), [1] * length, error=RequestTooLong)
+    assert error.code == "context_length_exceeded" and "128" in error.message
+
+
+def test_longest_prompt() -> None:
+    output = run(engine(), {"r": ([1] * 127, GREEDY)})["r"]
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
+
+
+def test_what_can_never_fit_the_pool() -> None:
+    """A pool smaller than the request is an error on arrival, not a request that waits for ever."""
+    target = engine(num_kv_blocks=12, max_model_len=None)
+    assert target.max_model_len <= 48
+    refused(target, [1] * 60, error=RequestTooLong)
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+def test_ids_outside_the_vocabulary(field: str) -> None:
+    assert refused(engine(), P, SamplingParams(**{field: [VOCAB]})).param == field
+
+
+def test_biased_id_outside_the_vocabulary() -> None:
+    assert refused(engine(), P, SamplingParams(logit_bias={VOCAB: 1.0})).param == "logit_bias"
+
+
+def test_duplicate_id() -> None:
+    """Refused while the first one runs, whose output is not touched; free again afterwards."""
+    target = engine()
+    target.add_request("r", P, GREEDY)
+    target.step()
+    with pytest.raises(InvalidRequest) as caught:
+        target.add_request("r", [1, 2], GREEDY)
+    assert caught.value.param == "request_id"
+    while target.has_work():
+        target.step()
+    assert run(target, {"r": (P, GREEDY)})["r"].finished
+
+
+@pytest.mark.parametrize(
+    ("override", "param"),
+    [
+        ({"method": "medusa"}, "speculation.method"),
+        ({"method": "ngram"}, "speculation.method"),  # known, but this engine was started without it
+        ({"metod": "off"}, "speculation"),
+        ({"nodes": 0}, "speculation.nodes"),
+        ({"nodes": 65}, "speculation.nodes"),
+        ({"depth": "4"}, "speculation.depth"),
+        ({"width": True}, "speculation.width"),
+        ("off", "speculation"),
+        ([], "speculation"),
+    ],
+    ids=repr,
+)
+def test_bad_speculation_override(override: Any, param: str) -> None:
+    target = engine(chain("oracle"), oracle=lambda seq: ())
+    error = refused(target, P, SamplingParams(speculation=override))
+    assert error.param == param
+    if param == "speculation.method":
+        assert "oracle" in error.message and "off" in error.message, "the allowed names are listed"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "n": [0, 129, 1.5, True, "2", None],
+        "temperature": [-0.1, float("nan"), float("inf"), 101, "hot", None, True],
+        "top_k": [-2, 1.5, 2**31],
+        "top_p": [0, 1.1, -1, float("nan")],
+        "min_p": [-0.1, 1.1],
+        "typical_p": [0, 2],
+        "presence_penalty": [-2.1, 2.1, float("nan")],
+        "frequency_penalty": [-2.1, 2.1],
+        "repetition_penalty": [0, -1, float("inf")],
+        "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: float("nan")}, [5], {5.0: 1.0}],
+        "bad_words": ["abc", [""], [5], 5],
+        "allowed_token_ids": [[], [-1], ["a"], 5, "ab"],
+        "min_tokens": [-1, 1.5],
+        "max_tokens": [0, -1, 1.5, True],
+        "stop": ["", [""], 5, [5], [None]],
+        "stop_token_ids": [[-1], [1.5], 5, "ab", [True]],
+        "seed": [1.5, 2**64, -(2**63) - 1, "a"],
+        "logprobs": [-1, 101, 1.5, True],
+        "prompt_logprobs": [-1, 101],
+        "logprobs_mode": ["cooked", None],
+        "prediction": [5, ["a"], [1.5], [-1]],
+    }.items(),
+)
+def test_bad_sampling_parameters(field: str, values: list[Any]) -> None:
+    """A value that cannot be meant is a typed error that names the field, at construction."""
+    for value in values:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field, f"{field}={value!r}"
+
+
+def test_min_tokens_beyond_max_tokens() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert caught.value.param == "min_tokens"
+
+
+def test_queue_full() -> None:
+    """`max_queue` waiting sequences beside the running ones; the refused request leaves no trace."""
+    target = engine(max_num_seqs=1, max_queue=2)
+    for i in range(3):
+        target.add_request(str(i), P, GREEDY)
+    with pytest.raises(QueueFull) as caught:
+        target.add_request("late", P, GREEDY)
+    assert caught.value.status == 429 and caught.value.retry_after > 0
+    done = set()
+    while target.has_work():
+        done |= {output.request_id for output in target.step() if output.finished}
+    assert done == {"0", "1", "2"}
+    assert run(target, {"late": (P, GREEDY)})["late"].finished
