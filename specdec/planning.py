@@ -79,10 +79,10 @@ def make_plan(roster: Roster, budget_of: Budgets) -> StepPlan:
     prefill = [s for s in roster.running if not s.decoding]
     budgets = _fit_rows(roster, decode, prefill, budget_of)
     rows = roster.max_rows - len(decode) - sum(b.nodes - 1 for b in budgets.values())
-    shares, preempted, held = _plan_running(roster, ledger, decode + prefill, rows)
+    shares, preempted = _plan_running(roster, ledger, decode + prefill, rows)
     budgets = {s: b for s, b in budgets.items() if s in shares}
     rows = roster.max_rows - sum(shares.values()) - sum(b.nodes - 1 for b in budgets.values())
-    admitted = {} if preempted or held else _plan_admissions(roster, ledger, shares, rows)
+    admitted = {} if preempted else _plan_admissions(roster, ledger, shares, rows)
     budgets = {s: _fit_blocks(roster, ledger, s, b) for s, b in budgets.items()}
     scheduled = [Scheduled(s, n, s.num_computed + n == len(s.tokens), budgets.get(s, NO_DRAFT)) for s, n in shares.items()]
     scheduled += [Scheduled(s, n, start + n == len(s.tokens)) for s, (start, n) in admitted.items()]
@@ -108,25 +108,21 @@ def _fit_blocks(roster: Roster, ledger: Ledger, seq: Sequence, budget: SpecBudge
     return shrink(budget, ledger.length(seq) * roster.block_size - seq.num_computed)
 
 
-def _plan_running(roster: Roster, ledger: Ledger, seqs: list[Sequence], rows: int) -> tuple[dict[Sequence, int], list[Sequence], bool]:
-    """Rows without drafts for the running sequences; who is preempted for them; whether anybody got nothing for want of
-    blocks. seqs: decoding ones first, each kind by arrival. rows: for prefills, at least one for each."""
+def _plan_running(roster: Roster, ledger: Ledger, seqs: list[Sequence], rows: int) -> tuple[dict[Sequence, int], list[Sequence]]:
+    """Rows without drafts for the running sequences, and who is preempted for them. A sequence gets none only when not a
+    block is left and it is the youngest. seqs: decoding ones first, each kind by arrival. rows: for prefills, at least one
+    for each."""
     shares: dict[Sequence, int] = {}
     alive = list(roster.running)
-    held = False
     unserved = sum(not s.decoding for s in seqs)
     for seq in seqs:
         unserved -= not seq.decoding
-        if seq not in ledger:
-            continue
-        if not _make_room(ledger, seq, alive, shares):
-            held = True
-            continue
-        want = 1 if seq.decoding else min(len(seq.tokens) - seq.num_computed, rows - unserved)
-        shares[seq] = n = min(want, ledger.reach(seq) - seq.num_computed)
-        ledger.charge(seq, seq.num_computed + n)
-        rows -= 0 if seq.decoding else n
-    return shares, roster.running[len(alive) :], held
+        if seq in ledger and _make_room(ledger, seq, alive, shares):
+            want = 1 if seq.decoding else min(len(seq.tokens) - seq.num_computed, rows - unserved)
+            shares[seq] = n = min(want, ledger.reach(seq) - seq.num_computed)
+            ledger.charge(seq, seq.num_computed + n)
+            rows -= 0 if seq.decoding else n
+    return shares, roster.running[len(alive) :]
 
 
 def _make_room(ledger: Ledger, seq: Sequence, alive: list[Sequence], shares: dict[Sequence, int]) -> bool:
