@@ -60,8 +60,15 @@ def test_words_match_big_integer_arithmetic(seed: int) -> None:
 
 
 def test_uniform_is_exact_and_open() -> None:
+    """The transform is exact in float64; the float32 that is handed out is never 0 and never 1."""
     for word, u in ((0, 2.0**-33), (2**32 - 1, 1 - 2.0**-33), (2**31, 0.5 + 2.0**-33)):
         assert noise._uniform(_ints(word)).item() == u
+    keys = torch.zeros(1, dtype=torch.int64)
+    ids = torch.arange(50_000)[None]
+    drawn = noise.philox_uniform(keys, keys, keys, ids, rng.ACCEPT)
+    assert drawn.dtype is torch.float32 and drawn.min() > 0 and drawn.max() < 1
+    exact = (noise.philox_words(keys, keys, keys, ids, rng.ACCEPT).double() + 0.5) / 2**32
+    assert ((drawn - exact).abs() <= exact * 2.0**-24).all()
 
 
 def test_gumbel_is_finite_at_both_ends_and_correctly_rounded() -> None:

@@ -90,7 +90,8 @@ def point_mass(token: Tensor, like: Tensor) -> Tensor:
 def walk_tree(
     tokens: Tensor, parents: Tensor, num_nodes: Tensor, target: Law, draft: Law | None, coins: Tensor, *, replacement: bool = False
 ) -> Outcome:
-    """Sequential accept/residual over trees. tokens, parents [B, N] i64, num_nodes [B] i64, coins [B, N] f64 in (0, 1).
+    """Sequential accept/residual over trees. tokens, parents [B, N] i64, num_nodes [B] i64, coins [B, N] in (0, 1); float32
+    coins change a rate by less than one part in 2**24.
 
     Nodes are visited by number: a node's children come after it and in draw order, and a node is tested iff its parent is the
     last accepted one. draft None = point masses.
@@ -202,9 +203,9 @@ def _inputs(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> tuple[Ten
         return log_q[each, node].double()
 
     slots = rows.slots
-    nodes = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    nodes = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
     coins = ops.philox_uniform(sampling.seed[slots], sampling.length[slots], sampling.choice[slots], nodes, rng.ACCEPT)
-    return tokens, parents, counts, target, None if log_q is None else draft, coins.double()
+    return tokens, parents, counts, target, None if log_q is None else draft, coins
 
 
 def _finish(outcome: Outcome, rows: RowInfo, sampling: SamplingState) -> tuple[Tensor, Tensor]:

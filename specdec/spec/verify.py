@@ -90,15 +90,12 @@ class Verifier:
         slot = rows.slot
         coins = ops.philox_uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], rng.SYNTH)
         first = torch.full_like(rows.node, rows.num_rows).scatter_reduce(0, rows.parent, torch.where(rows.node > 0, rows.node, 64), "amin")
-        return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0].double() < rate))
+        return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate))
 
 
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:
     """[R] i64: the target's own token after every node, ties to the lowest id. scores [R, V] f32."""
-    if not sampling.samples(rows.request_slots):
-        return scores.argmax(dim=-1)
-    seeds, positions, choices, noisy = sampling.noise(rows)
-    return ops.gumbel_argmax(scores, seeds, positions, choices, noisy, rng.TARGET)
+    return ops.gumbel_argmax(scores, *sampling.noise(rows), rng.TARGET)
 
 
 def agreement(chosen: Tensor, rows: RowInfo) -> Tensor:

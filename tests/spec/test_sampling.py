@@ -90,7 +90,7 @@ def _keep_until(x: torch.Tensor, order: list[int], mass: float) -> torch.Tensor:
     return x.masked_fill(torch.tensor([v not in kept for v in range(VOCAB)]), -math.inf)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(sampling_params(), host_trees(vocab=VOCAB, max_nodes=8), BAD_WORDS), min_size=1, max_size=3),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
