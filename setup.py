@@ -17,7 +17,8 @@ FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # GCC's own AVX-512
 
 def libgomp(torch_lib: str) -> list[str]:
     """Linker arguments for the OpenMP runtime torch loads, so that there is one thread pool in the process."""
-    shipped = sorted(glob.glob(os.path.join(torch_lib, "libgomp*.so*")) + glob.glob(os.path.join(torch_lib, "..", "..", "torch.libs", "libgomp*.so*")))
+    folders = (torch_lib, os.path.join(torch_lib, "..", "..", "torch.libs"))
+    shipped = [path for folder in folders for path in sorted(glob.glob(os.path.join(folder, "libgomp*.so*")))]
     return [os.path.realpath(shipped[0])] if shipped else ["-fopenmp"]
 
 

@@ -76,7 +76,7 @@ class Op:
         if chosen and self.name in chosen:
             return self.find(chosen[self.name]).fn(*args, **kwargs)
         first = args[0] if not isinstance(args[0], (list, tuple)) else args[0][0]
-        for backend in self.usable["cpu" if first.is_cpu else first.device.type]:
+        for backend in self.usable.get("cpu" if first.is_cpu else first.device.type, ()):
             if backend.rejects is None or backend.rejects(*args, **kwargs) is None:
                 return backend.fn(*args, **kwargs)
         return self.select(first.device.type, args, kwargs).fn(*args, **kwargs)

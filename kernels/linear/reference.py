@@ -30,5 +30,5 @@ def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:
 def tiled_embedding(ids: Tensor, weight: TiledWeight) -> Tensor:
     """ids [T] i64 -> rows of the dequantised weight, [T,cols] f32."""
     tile = TiledWeight(weight.data[ids // 16], weight.kind, ids.numel() * 16, weight.cols)
-    picked = unpack(tile).view(-1, 16, weight.cols)
+    picked = unpack(tile).view(ids.numel(), 16, weight.cols)
     return picked[torch.arange(ids.numel(), device=ids.device), ids % 16]

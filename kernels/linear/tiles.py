@@ -78,8 +78,8 @@ def unpack(weight: TiledWeight) -> Tensor:
         return data.transpose(1, 2).flatten(0, 1)[: weight.rows]
     tiles, blocks, _ = data.shape
     size = 512 if kind == "Q8_0" else 256
-    words = data[..., :size].reshape(tiles, blocks, -1, TILE, 4)
-    scales = data[..., size:].contiguous().view(torch.float16).view(tiles, blocks, -1, TILE).float()
+    words = data[..., :size].reshape(tiles, blocks, size // 64, TILE, 4)
+    scales = data[..., size:].contiguous().view(torch.float16).view(tiles, blocks, HEADER[kind] // 2, TILE).float()
     if kind == "Q8_0":
         quants = words.permute(0, 3, 1, 2, 4).float() - 128.0
     else:

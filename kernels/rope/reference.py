@@ -22,7 +22,7 @@ def rope_write_kv(
     """
     tokens = qkv.shape[0]
     nkv, hd = k_cache.shape[-2:]
-    heads = qkv.view(tokens, -1, hd)
+    heads = qkv.view(tokens, qkv.shape[1] // hd, hd)
     q, k, v = heads.split((heads.shape[1] - 2 * nkv, nkv, nkv), dim=1)
     if tokens == 0:
         return q

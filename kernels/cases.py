@@ -1,0 +1,178 @@
+"""Test cases per op: `CASES[op]()` yields named calls. A new op needs an entry here and one in `tolerances.py`.
+
+Edge rows are part of every list: no rows, one row, sizes that are no multiple of a tile or vector, first and last slot,
+-1 slots, trees of 64 nodes as chain and as star, and the shapes of SmolLM2 (H 576, I 1536, 9/3 heads of 64, V 49152).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
+from specdec.kernels.linear.tiles import HEADER, RAW_BYTES, TiledWeight, pack_blocks, pack_dense
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call. row_args: positions of arguments whose dimension 0 is rows of a row-wise op; empty = not row-wise."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    row_args: tuple[int, ...] = ()
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
+    """A tiled weight with entries of the size trained weights have."""
+    g = torch.Generator().manual_seed(seed)
+    if kind == "F32":
+        return pack_dense(torch.randn(rows, cols, generator=g) * 0.05)
+    raw = torch.randint(0, 256, (rows, cols // 32, RAW_BYTES[kind]), dtype=torch.uint8, generator=g)
+    scales = (torch.randn(rows, cols // 32, HEADER[kind] // 2, generator=g) * 0.01).half()
+    raw[..., : HEADER[kind]] = scales.view(torch.uint8)
+    return pack_blocks(raw.view(rows, -1), kind, cols)
+
+
+def _norms(residual: bool) -> Iterator[Case]:
+    for rows, hidden in ((0, 576), (1, 576), (5, 576), (3, 1), (2, 17), (4, 100), (33, 2048)):
+        x, weight = randn(rows, hidden, scale=3.0), randn(hidden, seed=1)
+        args = (x, randn(rows, hidden, seed=2), weight, 1e-5) if residual else (x, weight, 1e-5)
+        yield Case(f"{rows}x{hidden}", args, row_args=(0, 1) if residual else (0,))
+    zeros = torch.zeros(2, 64)
+    yield Case("zeros", (zeros, zeros, randn(64), 1e-5) if residual else (zeros, randn(64), 1e-5))
+
+
+def _silu() -> Iterator[Case]:
+    for rows, inner in ((0, 1536), (1, 1536), (7, 1536), (3, 1), (2, 17), (5, 100)):
+        yield Case(f"{rows}x{inner}", (randn(rows, 2 * inner, scale=8.0),), row_args=(0,))
+    extreme = torch.tensor([[-1e4, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e4] + [1.0] * 8])
+    yield Case("extreme", (extreme,))
+
+
+def _rope() -> Iterator[Case]:
+    for rows, heads, kv, hd, slots in (
+        (1, 9, 3, 64, [0]),
+        (4, 9, 3, 64, [79, -1, 0, 33]),  # last slot of the last block, no write, first slot
+        (3, 4, 4, 6, [-1, -1, -1]),
+        (0, 2, 1, 16, []),
+        (5, 6, 2, 80, [4, 3, 2, 1, 0]),
+    ):
+        table = randn(100, hd // 2, seed=1)
+        positions = torch.arange(rows) * 7 % 100
+        caches = randn(5, 16, kv, hd, seed=2), randn(5, 16, kv, hd, seed=3)
+        args = (randn(rows, (heads + 2 * kv) * hd), positions, table.cos(), table.sin(), *caches, torch.tensor(slots, dtype=torch.int64))
+        yield Case(f"{rows}x{heads}/{kv}x{hd}", args, row_args=(0, 1, 6))
+
+
+def _moves() -> Iterator[Case]:
+    k = [randn(4, 16, 3, 64, seed=i) for i in range(3)]
+    v = [randn(4, 16, 3, 64, seed=9 + i) for i in range(3)]
+    for name, src, dst in (("none", [], []), ("one", [63], [0]), ("overlapping", [5, 7, 6, 9], [4, 5, 7, 6]), ("identity", [3], [3])):
+        yield Case(name, (k, v, torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)))
+
+
+_ATTENTION = {
+    "prefill": [Rows(0, 5)],
+    "one key": [Rows(0, 1)],
+    "decode": [Rows(100)],
+    "chunk": [Rows(40, 100)],
+    "tile edges": [Rows(62), Rows(63), Rows(64), Rows(127), Rows(128)],
+    "chain of 64": [Rows(70, tree=tuple(chain(64)))],
+    "chain of 64 at 0": [Rows(0, tree=tuple(chain(64)))],
+    "star of 64": [Rows(10, tree=tuple(star(64)))],
+    "mixed": [Rows(0, 3), Rows(63, tree=tuple(random_tree(20, 1))), Rows(31), Rows(1, tree=tuple(random_tree(64, 2))), Rows(15, 2)],
+    "empty": [],
+}
+
+
+def _attention() -> Iterator[Case]:
+    for name, rows in _ATTENTION.items():
+        batch = attention_batch(rows, 9, 3, 64, 16)
+        yield Case(name, tuple(batch.values()), {"scale": 0.125})
+    for hd, block in ((16, 1), (32, 16), (48, 8), (80, 16), (96, 5), (128, 32), (256, 16)):
+        batch = attention_batch(_ATTENTION["mixed"], 4, 2, hd, block, seed=hd)
+        yield Case(f"head {hd}", tuple(batch.values()), {"scale": hd**-0.5})
+    for window in (1, 7, 64, 65, 1000):
+        batch = attention_batch([*_ATTENTION["mixed"], *_ATTENTION["chunk"]], 6, 2, 32, 16)
+        yield Case(f"window {window}", tuple(batch.values()), {"scale": 0.2, "window": window})
+        yield Case(f"window {window}, sinks", tuple(batch.values()), {"scale": 0.2, "window": window, "sinks": randn(6, scale=3.0)})
+
+
+def _tiled() -> Iterator[Case]:
+    for kind in ("F32", "Q4_0", "Q4_1", "Q8_0"):
+        for m, n, k in ((0, 40, 64), (1, 1, 32), (1, 40, 64), (3, 16, 576), (7, 100, 576), (9, 33, 1536), (37, 20, 96)):
+            yield Case(f"{kind} {m}x{n}x{k}", (randn(m, k), random_weight(n, k, kind)), row_args=(0,))
+        outlier = randn(4, 576)
+        outlier[:, 5] *= 1e4
+        outlier[1] = 0.0
+        outlier[2] *= 1e-30
+        yield Case(f"{kind} outliers", (outlier, random_weight(48, 576, kind)), row_args=(0,))
+    yield Case("F32 odd width", (randn(5, 77), random_weight(35, 77, "F32")), row_args=(0,))
+    for n, k in ((960, 576), (3072, 576), (576, 1536)):
+        yield Case(f"Q4_1 model {n}x{k}", (randn(2, k), random_weight(n, k, "Q4_1")), row_args=(0,))
+
+
+def _dense() -> Iterator[Case]:
+    for m, n, k in ((0, 40, 64), (1, 40, 64), (5, 33, 100)):
+        yield Case(f"{m}x{n}x{k}", (randn(m, k), randn(n, k, seed=1, scale=0.05)), row_args=(0,))
+
+
+def _embedding() -> Iterator[Case]:
+    for kind in ("F32", "Q4_0", "Q4_1", "Q8_0"):
+        for ids in ([], [0], [99, 0, 15, 16, 99]):
+            yield Case(f"{kind} {len(ids)}", (torch.tensor(ids, dtype=torch.int64), random_weight(100, 64, kind)), row_args=(0,))
+
+
+def _keys(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeds with both words used and both signs, positions, choices."""
+    index = torch.arange(rows)
+    return index * 0x1234567_89ABCDEF - (1 << 61), index * 1001, index % 3
+
+
+def _noise() -> Iterator[Case]:
+    ids = torch.randint(0, 200000, (6, 37), generator=torch.Generator().manual_seed(0))
+    yield Case("6x37", (*_keys(6), ids, 257), row_args=(0, 1, 2, 3))
+    yield Case("empty", (*_keys(0), ids[:0], 0))
+    yield Case("no ids", (*_keys(2), ids[:2, :0], 0))
+    yield Case("vocabulary", (*_keys(2), torch.arange(49152).expand(2, -1).contiguous(), 0), row_args=(0, 1, 2, 3))
+
+
+def _argmax() -> Iterator[Case]:
+    model = ((1, 49152, 3.0), (4, 49152, 0.1), (6, 49152, 10.0))
+    for rows, vocab, scale in (*model, (0, 10, 1.0), (5, 1, 1.0), (5, 63, 1.0), (5, 65, 0.0), (8, 1000, 0.0)):
+        args = (randn(rows, vocab, scale=scale), *_keys(rows), torch.arange(rows) % 3 != 2, 0)
+        yield Case(f"{rows}x{vocab}~{scale}", args, row_args=(0, 1, 2, 3, 4))
+    odd = randn(6, 200)
+    odd[0] = -torch.inf
+    odd[1, 7:] = -torch.inf
+    odd[2, 3:190] = torch.nan
+    odd[3, 50] = torch.inf
+    odd[4] = torch.nan
+    odd[5, ::2] = -torch.inf
+    yield Case("masks, NaN, infinity: noise", (odd, *_keys(6), torch.ones(6, dtype=torch.bool), 0), row_args=(0, 1, 2, 3, 4))
+    yield Case("masks, NaN, infinity: greedy", (odd, *_keys(6), torch.zeros(6, dtype=torch.bool), 0), row_args=(0, 1, 2, 3, 4))
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "rms_norm": lambda: _norms(False),
+    "add_rms_norm": lambda: _norms(True),
+    "silu_mul": _silu,
+    "rope_write_kv": _rope,
+    "move_kv": _moves,
+    "tree_attention": _attention,
+    "tiled_linear": _tiled,
+    "tiled_embedding": _embedding,
+    "dense_linear": _dense,
+    "gumbel_argmax": _argmax,
+    "gumbel_noise": _noise,
+    "philox_uniform": _noise,
+}

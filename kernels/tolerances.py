@@ -1,0 +1,18 @@
+"""How far a backend may be from the reference, per op, and why. Errors are absolute, in units of the reference's largest value."""
+
+from __future__ import annotations
+
+TOLERANCE: dict[str, float] = {
+    "rms_norm": 2e-6,  # order of the sum of squares
+    "add_rms_norm": 2e-6,
+    "silu_mul": 1e-6,  # exp good to 2 ulp
+    "rope_write_kv": 3e-7,  # a fused multiply-add in the rotation at most
+    "move_kv": 0.0,  # copies
+    "tree_attention": 5e-6,  # exp and the order inside a tile
+    "dense_linear": 5e-6,  # order of the sum over K
+    "tiled_linear": 5e-6,  # order of the sum over K, 24-bit fixed-point activations
+    "tiled_embedding": 0.0,  # the same two roundings
+    "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
+    "philox_uniform": 0.0,  # integers, exact scaling, one rounding
+    "gumbel_argmax": 0.0,  # token ids; inputs avoid ties closer than the noise's last bit
+}
