@@ -130,9 +130,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _SILU_MUL(gate_up)
 
 
-def rope_write_kv(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> Tensor:
+def rope_write_kv(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     """Half-split RoPE on q and k, k and v into the cache. Returns q [T,nh,hd].
 
     qkv [T,(nh+2*nkv)*hd], positions [T] i64 < P, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 flat

@@ -13,9 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rope_write_kv(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> Tensor:
+def rope_write_kv(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     """qkv [T,(nh+2*nkv)*hd], positions [T] i64, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 -> q [T,nh,hd].
 
     Writes rotated K and V at flat slot (block * bs + offset); slot -1 writes nothing. Valid slots are distinct.
