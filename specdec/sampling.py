@@ -189,11 +189,11 @@ class SamplingState:
                 scores = stage(scores, rows.slot, rows, index)
             else:
                 scores = scores.clone() if scores is logits else scores
-                scores[index] = stage(scores[index], rows.slot[index], rows, index)
+                scores.index_copy_(0, index, stage(scores.index_select(0, index), rows.slot[index], rows, index))
         return scores
 
     def _apply_allowed(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
-        return scores.masked_fill(~self._allowed[slot], -torch.inf)
+        return scores.masked_fill(~self._allowed.index_select(0, slot), -torch.inf)
 
     def _apply_bad_words(self, scores: Tensor, slot: Tensor, rows: RowInfo, index: slice | Tensor) -> Tensor:
         reach = self._tail.shape[-1]
