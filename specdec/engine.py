@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.commit import Moves, compaction, count, open_stats, prompt_spans
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
@@ -112,7 +113,7 @@ class Engine:
             batch = self.builder.build(plan, tree)
             forward = self.runner.forward(batch)
             forwarded = time.perf_counter()
-            verdict = self._verify(plan, tree, forward)
+            verdict = self.verifier.verify(tree, forward.logits, plan.sampling, self.sampling)
             self.stats = self._commit(plan, tree, forward, verdict, (start, drafted, forwarded))
         return self.collect()
 
@@ -134,7 +135,7 @@ class Engine:
 
     def _propose(self, plan: StepPlan) -> DraftTree:
         """One tree per sampling share. Each drafter sees only its own shares; the policy then cuts what cannot pay."""
-        shares = tuple(s for s in plan.scheduled if s.samples)
+        shares = plan.sampling
         by_drafter: dict[str, list[int]] = {}
         for i, share in enumerate(shares):
             if share.budget.drafter is not None and share.budget.nodes > 1:
@@ -151,22 +152,13 @@ class Engine:
             orders.append(own)
         return self.policy.trim(merge(parts, orders), shares, other_rows=plan.num_rows - len(shares))
 
-    def _verify(self, plan: StepPlan, tree: DraftTree, forward: Forward) -> Verdict:
-        shares = tuple(s for s in plan.scheduled if s.samples)
-        return self.verifier.verify(tree, forward.logits, shares, self.sampling)
-
     def _commit(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
-        shares = tuple(s for s in plan.scheduled if s.samples)
-        context = sum(s.seq.num_computed for s in shares)
+        stats = open_stats(self._steps, plan, tree)
         self._take_prompt_logprobs(plan, forward)
-        self._compact(shares, verdict)
-        counts, accepted = verdict.num_committed.tolist(), verdict.num_accepted.tolist()
-        runs, finish, nodes = verdict.committed.tolist(), verdict.finish.tolist(), tree.num_nodes.tolist()
-        stats = StepStats(
-            self._steps, len(plan.scheduled), sum(nodes) + sum(s.num_new for s in plan.scheduled) - len(shares), len(shares), context
-        )
-        now, b = time.monotonic(), 0
+        self._move(compaction(plan.sampling, verdict))
+        counts, accepted, finish = verdict.num_committed.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
+        runs, nodes, now, b = verdict.committed.tolist(), tree.num_nodes.tolist(), time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:
                 share.seq.num_computed += share.num_new
@@ -175,14 +167,15 @@ class Engine:
             logprobs = verdict.logprobs[b] if verdict.logprobs is not None else None
             state = self._requests[share.seq.request_id]
             kept = state.feed(share.seq.choice, runs[b][: counts[b]], finish[b], logprobs)
-            self._append(share, kept, min(accepted[b], len(kept)), now)
-            self._count(stats, share, tree, b, nodes[b], min(accepted[b], len(kept)), len(kept))
+            taken = min(accepted[b], len(kept))
+            self._append(share, kept, taken, now)
+            count(stats, share, tree.drafters[b] if tree.drafters else None, nodes[b] - 1, taken, len(kept))
             if state.trace is not None:
                 state.trace.add(self._steps, share.seq, tree, verdict, b)
             b += 1
-        self._observe(shares, tree, verdict)
+        self._observe(plan.sampling, tree, verdict)
         self._settle(plan)
-        return self._finish_stats(stats, plan, clock)
+        return self._close_stats(stats, clock)
 
     # -- commit, in parts -------------------------------------------------------------------------------------------
 
@@ -196,39 +189,12 @@ class Engine:
         if seq.metrics.first_token is None:
             seq.metrics.first_token = now
 
-    def _compact(self, shares: tuple[Scheduled, ...], verdict: Verdict) -> None:
-        """Accepted nodes lie in cells root + node index; move those that are not already at root + depth."""
-        owners: list[int] = []
-        source: list[int] = []
-        target: list[int] = []
-        for share, path, count in zip(shares, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True):
-            root = share.seq.num_computed
-            for j, node in enumerate(path[:count], start=1):
-                if node != j:
-                    owners.append(share.seq.request_slot)
-                    source.append(root + node)
-                    target.append(root + j)
-        if owners:
-            for group, (src, dst) in enumerate(zip(self.builder.slots(owners, source), self.builder.slots(owners, target), strict=True)):
-                self.kv.move(group, src, dst)
-
-    @staticmethod
-    def _count(stats: StepStats, share: Scheduled, tree: DraftTree, b: int, nodes: int, accepted: int, committed: int) -> None:
-        seq, drafter = share.seq, tree.drafters[b] if tree.drafters else None
-        metrics = seq.metrics
-        metrics.steps += 1
-        metrics.generated += committed
-        stats.committed += committed
-        if drafter is not None and nodes > 1:
-            metrics.drafted += nodes - 1
-            metrics.accepted += accepted
-            stats.drafts[drafter] = stats.drafts.get(drafter, 0) + 1
-            stats.drafted[drafter] = stats.drafted.get(drafter, 0) + nodes - 1
-            stats.accepted[drafter] = stats.accepted.get(drafter, 0) + accepted
-            reached = stats.accepted_position.setdefault(drafter, [])
-            reached.extend([0] * (accepted - len(reached)))
-            for i in range(accepted):
-                reached[i] += 1
+    def _move(self, moves: Moves) -> None:
+        if moves.request_slots:
+            source = self.builder.slots(moves.request_slots, moves.source)
+            target = self.builder.slots(moves.request_slots, moves.target)
+            for group in range(len(self.kv.groups)):
+                self.kv.move(group, source[group], target[group])
 
     def _observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Every drafter sees the trees it proposed; the policy sees all of them."""
@@ -247,14 +213,13 @@ class Engine:
             moved[seq.request_id] = self._requests[seq.request_id]
         self._ready.extend(moved.values())
 
-    def _finish_stats(self, stats: StepStats, plan: StepPlan, clock: tuple[float, float, float]) -> StepStats:
+    def _close_stats(self, stats: StepStats, clock: tuple[float, float, float]) -> StepStats:
         start, drafted, forwarded = clock
         end = time.perf_counter()
         stats.draft_seconds = drafted - start
         stats.forward_seconds = forwarded - drafted
         stats.verify_seconds = end - forwarded
         stats.step_seconds = end - start
-        stats.preempted = len(plan.preempted)
         stats.skipped = self.policy.take_skipped()
         stats.drafter_states = self.policy.states()
         stats.gain = self.policy.gain()
@@ -264,22 +229,19 @@ class Engine:
         return stats
 
     def _take_prompt_logprobs(self, plan: StepPlan, forward: Forward) -> None:
-        """Hand prompt rows to their requests, in plan order; a recomputed row is not counted twice."""
+        """Hand prompt rows to their requests; a row recomputed after a preemption is not reported twice."""
         if forward.prompt_logits is None:
             return
         first = 0
-        for share in plan.scheduled:
-            seq, wanted = share.seq, share.seq.params.prompt_logprobs
-            if wanted is None or seq.choice != 0 or seq.num_computed >= seq.num_prompt - 1:
-                continue
-            count = min(share.num_new, seq.num_prompt - 1 - seq.num_computed)
-            state = self._requests[seq.request_id]
-            assert state.prompt_logprobs is not None
-            known = len(state.prompt_logprobs) - 1 - seq.num_computed  # rows already reported before a preemption
-            start = seq.num_computed + 1
-            rows = forward.prompt_logits[first : first + count]
-            state.prompt_logprobs.extend(prompt_logprobs(rows, seq.tokens[start : start + count], wanted)[max(known, 0) :])
-            first += count
+        for share, rows, position in prompt_spans(plan):
+            seq = share.seq
+            known = self._requests[seq.request_id].prompt_logprobs
+            assert known is not None and seq.params.prompt_logprobs is not None
+            new = prompt_logprobs(
+                forward.prompt_logits[first : first + rows], seq.tokens[position + 1 : position + 1 + rows], seq.params.prompt_logprobs
+            )
+            known.extend(new[max(len(known) - 1 - position, 0) :])
+            first += rows
 
     def _release(self, seq: Sequence, how: Callable[[Sequence], None]) -> None:
         """Let go of a sequence everywhere: drafters and sampling state first, blocks and request slot last."""

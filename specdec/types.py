@@ -63,7 +63,13 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
+        """Rows without draft nodes."""
         return sum(s.num_new for s in self.scheduled)
+
+    @property
+    def sampling(self) -> tuple[Scheduled, ...]:
+        """Shares whose last row yields tokens, in order: the B sequences of trees and verdicts."""
+        return tuple(s for s in self.scheduled if s.samples)
 
 
 @dataclass(frozen=True, slots=True)

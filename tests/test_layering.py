@@ -38,6 +38,7 @@ RANKS = {
     "runner": 7,
     "batch": 8,
     "trace": 8,
+    "commit": 8,
     "metrics": 8,
     "engine": 9,
     "boot": 10,

@@ -1,0 +1,69 @@
+"""What a verdict means for caches, statistics and log-probabilities. Pure functions of a step; the engine applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from specdec.types import DraftTree, Scheduled, StepPlan, StepStats, Verdict
+
+
+@dataclass(slots=True)
+class Moves:
+    """KV cells to copy: in the sequence of `request_slots[i]`, cell `source[i]` → `target[i]`."""
+
+    request_slots: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+
+
+def compaction(shares: tuple[Scheduled, ...], verdict: Verdict) -> Moves:
+    """Accepted nodes lie in cells root + node index and belong to root + depth; a chain needs no move. Before commit."""
+    moves = Moves()
+    for share, path, count in zip(shares, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True):
+        root = share.seq.num_computed
+        for depth, node in enumerate(path[:count], start=1):
+            if node != depth:
+                moves.request_slots.append(share.seq.request_slot)
+                moves.source.append(root + node)
+                moves.target.append(root + depth)
+    return moves
+
+
+def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:
+    """Statistics of a step that ran and is not committed yet."""
+    shares = plan.sampling
+    rows = plan.num_rows - len(shares) + int(tree.num_nodes.sum())
+    return StepStats(
+        step, len(plan.scheduled), rows, len(shares), context=sum(s.seq.num_computed for s in shares), preempted=len(plan.preempted)
+    )
+
+
+def count(stats: StepStats, share: Scheduled, drafter: str | None, drafted: int, accepted: int, committed: int) -> None:
+    """Add one sequence's outcome to the step's statistics and to its own metrics. `drafted`: draft tokens, root excluded."""
+    metrics = share.seq.metrics
+    metrics.steps += 1
+    metrics.generated += committed
+    stats.committed += committed
+    if drafter is None or drafted == 0:
+        return
+    metrics.drafted += drafted
+    metrics.accepted += accepted
+    stats.drafts[drafter] = stats.drafts.get(drafter, 0) + 1
+    stats.drafted[drafter] = stats.drafted.get(drafter, 0) + drafted
+    stats.accepted[drafter] = stats.accepted.get(drafter, 0) + accepted
+    reached = stats.accepted_position.setdefault(drafter, [])
+    reached.extend([0] * (accepted - len(reached)))
+    for i in range(accepted):
+        reached[i] += 1
+
+
+def prompt_spans(plan: StepPlan) -> Iterator[tuple[Scheduled, int, int]]:
+    """Shares that compute rows for prompt_logprobs, in plan order: (share, rows, position of the first row's own token).
+
+    The row at position p predicts token p + 1. Before commit. Matches the layout of `Batch.prompt_rows`.
+    """
+    for share in plan.scheduled:
+        seq = share.seq
+        if seq.params.prompt_logprobs is not None and seq.choice == 0 and seq.num_computed < seq.num_prompt - 1:
+            yield share, min(share.num_new, seq.num_prompt - 1 - seq.num_computed), seq.num_computed
