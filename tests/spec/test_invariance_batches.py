@@ -71,7 +71,7 @@ def test_chunk_sizes(shape: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.parametrize("shape", ["oracle-tree", "ngram-chain"])
+@pytest.mark.parametrize("shape", ["oracle-tree", "ngram-chain", "draft-chain"])
 def test_chunk_sizes_with_a_sliding_group(shape: str, rows: int) -> None:
     check("two_groups", shape, max_num_batched_tokens=rows)
 
@@ -89,7 +89,7 @@ def test_block_size(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("t0", "off"), ("t0", "mix-tree"), ("t0", "oracle-chain"), ("t0", "suffix-tree"), ("two_groups", "mix-tree"), ("two_groups", "oracle-chain")]
+    ("kind", "shape"), [("t0", "off"), ("t0", "mix-tree"), ("t0", "oracle-chain"), ("t0", "suffix-tree"), ("t0", "draft-chain"), ("two_groups", "mix-tree"), ("two_groups", "oracle-chain")]
 )
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption(kind: str, shape: str, caching: bool) -> None:
@@ -99,7 +99,7 @@ def test_preemption(kind: str, shape: str, caching: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t0", "two_groups"])
-@pytest.mark.parametrize("shape", ["off", "mix-tree", "wrong-tree"])
+@pytest.mark.parametrize("shape", ["off", "mix-tree", "wrong-tree", "draft-tree"])
 def test_second_run_hits_the_prefix_cache(kind: str, shape: str) -> None:
     """KV written by drafts, compacted and cached is as good as any other: the second run reads it and says the same."""
     expected = alone(kind)
