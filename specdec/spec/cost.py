@@ -7,8 +7,8 @@ A step of B sequences with n_b tree rows over c_b committed keys costs
 where base (weights, small ops) and slope (attention: seconds per key for a tree of that many rows) come from timing the
 target pass at a few row counts and two context lengths. The correction compares steps that really ran with this table, per
 row bucket: what is slower by less than half is taken for a fixed overhead and added, anything else for a change of speed
-and multiplied. Medians, because a shared machine stutters; recent steps only, because its speed drifts; an estimate that
-has not been confirmed for a while is dropped, so that no bucket stays written off for ever.
+and multiplied. Medians, because a shared machine stutters; recent steps only, because its speed drifts. Row counts that have
+not been visited for a while are taken for somewhat cheaper than the table says, so that none stays written off for ever.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from typing import Protocol
 
 import torch
 
-ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-FAR_ROWS = (1, 4, 16, 64)  # row counts timed at the longer context too
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
+PAIRS = 3  # timings per ratio
+HOPE = 0.8  # share of the table's difference to the nearest visited bucket that an unvisited one is expected to cost
 FORMAT = 2  # of the cached table
-TRUST = 1.6  # a kept table may differ from fresh timings by this factor
+TRUST = 1.4  # a kept ratio may differ from a fresh one by this factor
 
 
 class StepCost(Protocol):
@@ -65,17 +67,8 @@ class CostTable:
         lower = _capped(near)
         known = sorted(far)
         steep = _capped([max(0.0, (far[r] - lower[self.rows.index(r)]) / (contexts[1] - contexts[0])) for r in known])
-        self.slopes = [_between(known, steep, r) for r in rows]
+        self.slopes = [between(known, steep, r) for r in rows]
         self.bases = _capped([max(t - s * contexts[0], 0.05 * t) for t, s in zip(lower, self.slopes, strict=True)])
-
-    def at(self, values: Seq[float], rows: int) -> float:
-        """Piecewise linear in rows, continued beyond the last point with the slope of the last four."""
-        if rows < self.rows[-1]:
-            return _between(self.rows, values, rows)
-        back = max(0, len(self.rows) - 4)
-        span = self.rows[-1] - self.rows[back]
-        rise = (values[-1] - values[back]) / span if span else values[-1]
-        return values[-1] + rise * (rows - self.rows[-1])
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "rows": self.rows, "contexts": self.contexts, "near": self.near, "far": sorted(self.far.items())}
@@ -95,11 +88,11 @@ def _capped(values: Seq[float]) -> list[float]:
     return list(itertools.accumulate(reversed(values), min))[::-1]
 
 
-def _between(rows: Seq[int], values: Seq[float], at: int) -> float:
-    """Linear interpolation, constant outside."""
-    i = bisect.bisect_right(rows, at) - 1
-    if i < 0 or i + 1 >= len(rows):
-        return values[max(i, 0)]
+def between(rows: Seq[int], values: Seq[float], at: int) -> float:
+    """Piecewise linear, the last piece continued beyond the last point."""
+    if len(rows) == 1 or at <= rows[0]:
+        return values[0]
+    i = min(bisect.bisect_right(rows, at), len(rows) - 1) - 1
     share = (at - rows[i]) / (rows[i + 1] - rows[i])
     return values[i] + share * (values[i + 1] - values[i])
 
@@ -113,8 +106,8 @@ class CostModel:
     def __init__(self, table: CostTable):
         count = len(table.rows)
         self.table = table
-        self._base = [table.at(table.bases, max(1, r)) for r in range(257)]
-        self._slope = [table.at(table.slopes, max(1, n)) for n in range(65)]
+        self._base = [between(table.rows, table.bases, r) for r in range(257)]
+        self._slope = [between(table.rows, table.slopes, n) for n in range(65)]
         self._bucket = [self._bucket_of(r) for r in range(257)]
         self._recent: list[deque[tuple[float, float]]] = [deque(maxlen=self.WINDOW) for _ in range(count)]  # (real, table)
         self._own = [(1.0, 0.0)] * count  # (factor, seconds added) from a bucket's own steps
@@ -133,7 +126,7 @@ class CostModel:
         return self._attention * self._slope[min(nodes, 64)] * context
 
     def _plain(self, rows: int) -> float:
-        return self._base[rows] if rows <= 256 else self.table.at(self.table.bases, rows)
+        return self._base[rows] if rows <= 256 else between(self.table.rows, self.table.bases, rows)
 
     def observe(self, rows: int, batch: int, context: int, seconds: float) -> None:
         """Take in one real step; trees are taken to be equally wide."""
@@ -153,13 +146,19 @@ class CostModel:
         self._spread()
 
     def _spread(self) -> None:
-        """A bucket without fresh observations takes the correction of the nearest one that has them."""
+        """A bucket without fresh observations follows the nearest one that has them, with some hope: see `HOPE`."""
         fresh = [i for i, seen in enumerate(self._seen) if seen >= 0 and self._steps - seen <= self.STALE]
         near = 0
         for i in range(len(self._correction)):
             while near + 1 < len(fresh) and fresh[near + 1] - i < i - fresh[near]:
                 near += 1
-            self._correction[i] = self._own[fresh[near]]
+            anchor = fresh[near]
+            factor, added = self._own[anchor]
+            if anchor != i:
+                plain, hope = self._plain(self.table.rows[anchor]), HOPE if i > anchor else 1 / HOPE
+                added += factor * plain * (1 - hope)
+                factor *= hope
+            self._correction[i] = (factor, added)
 
     def _bucket_of(self, rows: int) -> int:
         """The nearest measured row count, the larger of two."""
@@ -193,14 +192,14 @@ def measure_costs(
     """Time the target pass, or read the table kept from an earlier start on this machine.
 
     measure: (rows of one tree, context keys) → seconds. cache: directory for tables, None = do not keep. key: names model,
-    dtype and whatever else changes timings; the machine is added. A table that cannot be read, or that two fresh timings
-    contradict (other kernels, another clock), is measured anew.
+    dtype and whatever else changes timings; the machine is added. A table that cannot be read, or that fresh
+    timings contradict (other kernels), is measured anew.
     """
     name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]
     path = None if cache is None else cache / f"{name}.json"
     rows = tuple(r for r in ROW_COUNTS if r <= max(1, max_rows))
     near, far = min(64, max(1, max_context // 4)), max(2, max_context)
-    measure(rows[-1], far)  # the first pass allocates and warms caches
+    measure(1, near)  # the first pass allocates and warms caches
     if path is not None:
         try:
             table = CostTable.from_json(path.read_text())
@@ -208,21 +207,30 @@ def measure_costs(
                 return CostModel(table)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
-    first, second = (
-        {(r, c): measure(r, c) for r in order for c in ((near, far) if r in FAR_ROWS else (near,))} for order in (rows, rows[::-1])
-    )
-    least = {point: min(seconds, second[point]) for point, seconds in first.items()}
-    table = CostTable(rows, (near, far), [least[r, near] for r in rows], {r: least[r, far] for r in rows if r in FAR_ROWS})
+    ones: list[float] = []
+    times = {1: 1.0} | {r: _ratio(measure, (1, near), (r, near), ones) for r in rows[1:]}
+    longer = {r: _ratio(measure, (r, near), (r, far)) for r in rows if r in FAR_ROWS}
+    one = statistics.median(ones or [measure(1, near)])
+    table = CostTable(rows, (near, far), [one * times[r] for r in rows], {r: one * times[r] * x for r, x in longer.items()})
     if path is not None:
         _write(path, table.to_json())
     return CostModel(table)
 
 
+def _ratio(measure: Callable[[int, int], float], one: tuple[int, int], other: tuple[int, int], ones: list[float] | None = None) -> float:
+    """Median of other ÷ one over alternating timings: holds on a machine whose speed changes. `ones` collects the first."""
+    pairs = [(measure(*one), measure(*other)) for _ in range(PAIRS)]
+    if ones is not None:
+        ones.extend(a for a, _ in pairs)
+    return statistics.median(b / a for a, b in pairs)
+
+
 def _confirmed(table: CostTable, measure: Callable[[int, int], float]) -> bool:
-    """Whether one row and about eight still take what the table says: within TRUST, and so their ratio."""
+    """Whether some rows still cost as many single rows as the table says. The scale is learnt from real steps."""
     few = max(r for r in table.rows if r <= 8)
-    one, some = measure(1, table.contexts[0]) / table.near[0], measure(few, table.contexts[0]) / table.near[table.rows.index(few)]
-    return all(1 / TRUST < x < TRUST for x in (one, some, one / some))
+    context = table.contexts[0]
+    known = table.near[table.rows.index(few)] / table.near[0]
+    return 1 / TRUST < _ratio(measure, (1, context), (few, context)) / known < TRUST
 
 
 def _write(path: Path, text: str) -> None:

@@ -66,6 +66,7 @@ class SpecPolicy:
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
         self._asked: dict[str, int] = {}  # drafter -> deepest budget of this step
         self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
+        self._decoding = 0  # sequences that the last budget was for
         self._drafting = 0.0  # seconds spent in drafters since the last budget
         self._last_step = -1
         self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
@@ -76,6 +77,7 @@ class SpecPolicy:
         """What each decoding sequence may draft this step. `stats` of the last step correct the cost model."""
         self._learn_cost(stats)
         decoding = [seq for seq in sequences if seq.decoding]
+        self._decoding = len(decoding)
         if not self.proposers or not decoding:
             return {}
         widest = self._widest([seq.num_computed for seq in decoding])
@@ -240,8 +242,8 @@ class SpecPolicy:
         if stats is None or self.cost is None or stats.step == self._last_step:
             return
         self._last_step = stats.step
-        if stats.num_sampling == 0 or stats.num_seqs != stats.num_sampling or stats.preempted:
-            return
+        if stats.num_sampling == 0 or not stats.num_seqs == stats.num_sampling == self._decoding or stats.preempted:
+            return  # somebody was prefilled: not a step of decoding alone
         self.cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
         mean = stats.context // stats.num_sampling
         plain = self.cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self.cost.attention(1, mean)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.spec.cost import ROW_COUNTS, CostModel, CostTable, machine_key, measure_costs
+from specdec.spec.cost import HOPE, PAIRS, ROW_COUNTS, CostModel, CostTable, between, machine_key, measure_costs
 
 
 def linear(rows: int, context: int) -> float:
@@ -32,10 +32,10 @@ def test_goes_on_beyond_the_table():
     assert cost.base(1000, 32) == pytest.approx(7e-3 + 1.0, rel=1e-3)
 
 
-@given(st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
+@given(st.lists(st.floats(1e-4, 1.0), min_size=7, max_size=7))
 def test_more_rows_never_cost_less(seconds):
-    table = CostTable(ROW_COUNTS, (64, 1024), seconds, {1: seconds[0], 16: seconds[7]})
-    values = [table.at(table.bases, rows) for rows in range(1, 300)]
+    table = CostTable(ROW_COUNTS, (64, 1024), seconds, {1: seconds[0], 16: seconds[4]})
+    values = [between(table.rows, table.bases, rows) for rows in range(1, 300)]
     assert all(b >= a - 1e-12 for a, b in itertools.pairwise(values))
 
 
@@ -45,7 +45,20 @@ def test_overhead_of_the_real_step_is_learnt_everywhere():
     for _ in range(30):
         cost.observe(1, 1, 100, linear(1, 100) + 2e-3)
     assert cost.base(1, 1) == pytest.approx(10e-3, rel=0.01)
-    assert cost.base(8, 1) == pytest.approx(17e-3, rel=0.01)
+    assert cost.base(8, 1) == pytest.approx(10e-3 + HOPE * 7e-3, rel=0.01)
+
+
+def test_unvisited_row_counts_are_hoped_to_be_cheaper():
+    """Both ways: wider than what ran, and plain decoding while only drafts ran. What ran is believed."""
+    wide, narrow = model(), model()
+    for _ in range(30):
+        wide.observe(1, 1, 0, 8e-3)
+        narrow.observe(8, 1, 0, 15e-3)
+    assert wide.base(1, 1) == pytest.approx(8e-3) and narrow.base(8, 1) == pytest.approx(15e-3)
+    assert wide.base(16, 1) < 0.9 * 23e-3
+    assert narrow.base(1, 1) < 0.9 * 8e-3
+    for rows in range(1, 64):
+        assert wide.base(rows + 1, 1) >= wide.base(rows, 1) - 1e-12
 
 
 def test_correction_is_per_bucket_and_robust():
@@ -67,7 +80,7 @@ def test_stale_corrections_are_dropped():
     assert cost.base(8, 1) > 0.9
     for _ in range(CostModel.STALE + 1):
         cost.observe(1, 1, 0, 8e-3)
-    assert cost.base(8, 1) == pytest.approx(15e-3, rel=0.01)
+    assert cost.base(8, 1) < 15e-3
 
 
 @pytest.mark.parametrize("factor", [0.03, 0.5, 4.0, 30.0])
@@ -77,15 +90,21 @@ def test_a_table_of_the_wrong_scale_is_rescaled(factor):
     for _ in range(30):
         cost.observe(1, 1, 200, linear(1, 200))
     assert cost.base(1, 1) + cost.attention(1, 200) == pytest.approx(linear(1, 200), rel=0.02)
-    assert cost.base(8, 1) + cost.attention(8, 200) == pytest.approx(linear(8, 200), rel=0.05)
+    wide = cost.base(8, 1) + cost.attention(8, 200)
+    assert (0.75 + HOPE / 4) * linear(8, 200) * 0.9 < wide < linear(8, 200) * 1.05
 
 
-def test_single_slow_timings_do_no_harm():
-    """Every seventh timing is ten times too slow, at different points in the two sweeps."""
+def test_bursts_and_drift_do_no_harm():
+    """Every seventh timing ten times too slow, and a machine whose speed halves in the middle."""
     calls = itertools.count()
-    cost = measure_costs(lambda rows, context: linear(rows, context) * (10 if next(calls) % 7 == 3 else 1))
-    for rows in (1, 2, 4, 8, 16):
-        assert cost.base(rows, 1) == pytest.approx(linear(rows, 0), rel=0.25)
+
+    def measure(rows: int, context: int) -> float:
+        n = next(calls)
+        return linear(rows, context) * (10 if n % 7 == 3 else 1) * (2 if n > 30 else 1)
+
+    cost = measure_costs(measure)
+    for rows in (2, 4, 8, 16, 32):
+        assert cost.base(rows, 1) / cost.base(1, 1) == pytest.approx(linear(rows, 0) / linear(1, 0), rel=0.05)
 
 
 def test_nonsense_observations_are_ignored():
@@ -109,9 +128,9 @@ def test_table_is_kept_per_machine_and_key(tmp_path):
     first = measure_costs(measure, cache=tmp_path / "deep", key="a")
     count = len(calls)
     again = measure_costs(measure, cache=tmp_path / "deep", key="a")
-    assert len(calls) == count + 3 and again.base(5, 1) == first.base(5, 1)  # a warm-up and two checks
+    assert len(calls) == count + 1 + 2 * PAIRS and again.base(5, 1) == first.base(5, 1)  # a warm-up and a check
     measure_costs(measure, cache=tmp_path / "deep", key="b")
-    assert len(calls) == 2 * count + 3
+    assert len(calls) == 2 * count + 1 + 2 * PAIRS
     assert "torch" in machine_key()
 
 
@@ -135,7 +154,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
 def test_small_models_measure_small():
     seen = []
     measure_costs(lambda rows, context: seen.append((rows, context)) or linear(rows, context), max_rows=5, max_context=3)
-    assert max(r for r, _ in seen) == 4 and {c for _, c in seen} == {1, 3} | {c for _, c in seen if c <= 3}
+    assert {r for r, _ in seen} == {1, 2, 4} and {c for _, c in seen} == {1, 3}
 
 
 @pytest.mark.parametrize(
