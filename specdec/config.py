@@ -16,6 +16,7 @@ from specdec.errors import ConfigError, InvalidRequest
 METHODS = ("auto", "off", "ngram", "suffix", "draft_model", "eagle3", "peagle")
 TEST_METHODS = ("oracle", "wrong", "mix")  # ordinary proposers, for tests and benchmarks of the machinery
 VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
+GREEDY_BELOW = 1e-6  # temperatures that count as 0
 MAX_NODES = 64  # one 64-bit ancestor word per node, root included
 
 
@@ -133,7 +134,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Temperature 0, or so small that scores divided by it would leave float32 (the noise then decides nothing anyway)."""
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class SamplingState:
         """Take over `seq.request_slot` for `seq`. bad_words_ids: its `bad_words` as token sequences (empty ones are ignored)."""
         p, slot = seq.params, seq.request_slot
         self.remove(slot)
-        numbers = {"temperature": p.temperature or 1.0, "min_p": p.min_p, "top_p": p.top_p, "typical_p": p.typical_p}
+        numbers = {"temperature": 1.0 if p.greedy else p.temperature, "min_p": p.min_p, "top_p": p.top_p, "typical_p": p.typical_p}
         for name, value in numbers.items():
             getattr(self, name)[slot] = value
             if value != _NEUTRAL[name] and not p.greedy:
