@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <bit>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -96,8 +97,9 @@ Tensor rope_write_kv(const Tensor& qkv, const Tensor& positions, const Tensor& c
   return q;
 }
 
-void check_attention(const Tensor& cu_query, const Tensor& ctx_lens, const Tensor& tree_len, const Tensor& positions, int64_t B, int64_t T,
-                     int64_t reach) {
+// Every index the kernel will follow, so that a wrong batch is an error and not a stray read.
+void check_attention(const Tensor& cu_query, const Tensor& ctx_lens, const Tensor& tree_len, const Tensor& tree_mask, const Tensor& positions,
+                     int64_t B, int64_t T, int64_t reach) {
   const int32_t *cu = read<int32_t>(cu_query), *ctx = read<int32_t>(ctx_lens), *tree = read<int32_t>(tree_len);
   TORCH_CHECK(cu[0] == 0 && cu[B] <= T, "cu_query must start at 0 and stay within ", T, " rows");
   for (int64_t b = 0; b < B; b++) {
@@ -106,8 +108,10 @@ void check_attention(const Tensor& cu_query, const Tensor& ctx_lens, const Tenso
     TORCH_CHECK_INDEX(ctx[b] >= 0 && (tree[b] == 0 || ctx[b] + tree[b] <= reach), "sequence ", b, " reaches past its block table");
     for (int64_t row = cu[b]; row < cu[b + 1]; row++) {
       int64_t p = read<int64_t>(positions)[row];
-      TORCH_CHECK_INDEX(p >= 0 && p < reach && (tree[b] == 0 || (p >= ctx[b] && p - ctx[b] < tree[b])), "position ", p, " of row ", row,
-                        " is outside its sequence");
+      uint64_t word = (uint64_t)read<int64_t>(tree_mask)[row];
+      TORCH_CHECK_INDEX(p >= 0 && p < reach, "position ", p, " of row ", row, " is outside its block table");
+      TORCH_CHECK(tree[b] == 0 || ((tree[b] == 64 || word >> tree[b] == 0) && ctx[b] + std::popcount(word) == p + 1), "row ", row,
+                  " of a tree must have one ancestor per depth, all of them nodes of the tree");
     }
   }
 }
@@ -131,7 +135,7 @@ Tensor tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_ca
   if (sinks) check(*sinks, "sinks", at::kFloat, 1);
   TORCH_CHECK(!sinks || sinks->size(0) == nh, "sinks must have one element per head");
   TORCH_CHECK(!window || *window > 0, "window must be positive");
-  check_attention(cu_query, ctx_lens, tree_len, positions, B, T, block_table.size(1) * bs);
+  check_attention(cu_query, ctx_lens, tree_len, tree_mask, positions, B, T, block_table.size(1) * bs);
   Tensor out = at::empty({T, nh * hd}, q.options());
   int64_t used = B ? read<int32_t>(cu_query)[B] : 0;
   if (used < T) out.narrow(0, used, T - used).zero_();

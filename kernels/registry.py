@@ -15,6 +15,7 @@ from typing import Any
 from specdec.errors import ConfigError, KernelUnavailable
 
 _NO_CHOICE: dict[str, str] = {}
+_FIXED = "fixed order only"  # key beside op names in a choice; no op is called that
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,28 @@ class Op:
                 return backend
         raise ConfigError(f"{self.name} has no backend {name!r}; it has {', '.join(b.name for b in self.backends)}", param="backend")
 
-    def select(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+    def select(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, fixed_order: bool = False) -> Backend:
         """First usable backend that accepts the arguments; KernelUnavailable lists every refusal."""
         reasons = []
         for backend in self.usable.get(device, ()):
             reason = None if backend.rejects is None else backend.rejects(*args, **kwargs)
-            if reason is None:
+            if reason is None and (backend.fixed_order or not fixed_order):
                 return backend
-            reasons.append(f"{backend.name}: {reason}")
+            reasons.append(f"{backend.name}: {reason or 'no fixed order'}")
         raise KernelUnavailable(f"{self.name} on {device}: no backend can run this ({'; '.join(reasons) or 'none registered'})")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chosen = self.choice.get()
-        if chosen and self.name in chosen:
-            return self.find(chosen[self.name]).fn(*args, **kwargs)
         first = args[0] if not isinstance(args[0], (list, tuple)) else args[0][0]
-        for backend in self.usable.get("cpu" if first.is_cpu else first.device.type, ()):
+        device = "cpu" if first.is_cpu else first.device.type
+        if chosen:
+            name = chosen.get(self.name)
+            backend = self.select(device, args, kwargs, fixed_order=_FIXED in chosen) if name is None else self.find(name)
+            return backend.fn(*args, **kwargs)
+        for backend in self.usable.get(device, ()):
             if backend.rejects is None or backend.rejects(*args, **kwargs) is None:
                 return backend.fn(*args, **kwargs)
-        return self.select(first.device.type, args, kwargs).fn(*args, **kwargs)
+        return self.select(device, args, kwargs).fn(*args, **kwargs)  # raises, with the reasons
 
 
 class Registry:
@@ -109,14 +113,11 @@ class Registry:
 
     @contextmanager
     def deterministic(self, device: str) -> Iterator[None]:
-        """Within the block every op runs its first backend on `device` whose bits do not depend on the batch."""
-        choice = dict(self._choice.get())
+        """Within the block only backends whose bits do not depend on the batch may run; an `override` still wins."""
         for name, op in self.ops.items():
-            fixed = [b.name for b in op.usable.get(device, ()) if b.fixed_order]
-            if not fixed:
+            if not any(b.fixed_order for b in op.usable.get(device, ())):
                 raise KernelUnavailable(f"{name} has no backend with a fixed order of reduction on {device}; turn deterministic off")
-            choice.setdefault(name, fixed[0])
-        token = self._choice.set(choice)
+        token = self._choice.set({**self._choice.get(), _FIXED: ""})
         try:
             yield
         finally:

@@ -15,29 +15,32 @@ struct Softmax {  // running state of one (row, head)
 
 struct AttentionRow {
   int64_t row, position, first;  // batch row, logical position, first visible key
-  int64_t ctx;
-  int32_t ancestor[64];  // by depth, for a tree row
-  bool tree;
+  int32_t ancestor[64];          // node by depth, for a tree row
 };
 
-SPECDEC_INLINE void plan_row(const AttentionArgs& a, int64_t b, int64_t row, AttentionRow* out) {
+struct Scratch {  // of one thread
+  AttentionRow rows[kTaskRows];
+  int64_t node[64];      // element offset of each tree node's key
+  int64_t shared[kKeys]; // of the current tile's positions, for keys all rows share
+  int64_t own[kKeys];    // the same for one row, ancestors included
+  std::unique_ptr<Softmax[]> state;  // [kTaskRows, group]
+};
+
+SPECDEC_INLINE void plan_row(const AttentionArgs& a, int64_t row, bool tree, AttentionRow* out) {
   out->row = row;
   out->position = a.positions[row];
   out->first = a.window > 0 && out->position >= a.window ? out->position - a.window + 1 : 0;
-  out->ctx = a.ctx[b];
-  out->tree = a.tree[b] > 0;
-  if (!out->tree) return;
-  uint64_t word = (uint64_t)a.words[row];
-  for (int depth = 0; word && depth < 64; depth++, word &= word - 1) out->ancestor[depth] = __builtin_ctzll(word);
+  uint64_t word = tree ? (uint64_t)a.words[row] : 0;
+  for (int depth = 0; word; depth++, word &= word - 1) out->ancestor[depth] = __builtin_ctzll(word);
 }
 
-// Element offsets (of kv head 0) of logical keys [lo, hi) of a row.
-SPECDEC_INLINE void locate(const AttentionArgs& a, int64_t b, const AttentionRow& r, int64_t lo, int64_t hi, int64_t* offset) {
+// Element offsets (of kv head 0) of slot positions [lo, hi).
+SPECDEC_INLINE void locate(const AttentionArgs& a, int64_t b, int64_t lo, int64_t hi, int64_t* offset) {
   const int32_t* table = a.block_table + b * a.table_width;
-  int64_t width = a.nkv * a.hd;
-  for (int64_t p = lo; p < hi; p++) {
-    int64_t place = r.tree && p >= r.ctx ? r.ctx + r.ancestor[p - r.ctx] : p;
-    offset[p - lo] = ((int64_t)table[place / a.block_size] * a.block_size + place % a.block_size) * width;
+  int64_t width = a.nkv * a.hd, block = lo / a.block_size, within = lo % a.block_size;
+  for (int64_t p = lo; p < hi; within = 0, block++) {
+    int64_t base = (int64_t)table[block] * a.block_size;
+    for (; within < a.block_size && p < hi; within++, p++) *offset++ = (base + within) * width;
   }
 }
 
@@ -86,56 +89,66 @@ static void attend_tile(const float* q, const float* keys, const float* values, 
   for (int v = 0; v < vectors; v++) store(s->acc + 16 * v, acc[v]);
 }
 
-template <int vectors>
-static void attend_rows(const AttentionArgs& a, int64_t b, int64_t kv, int64_t first_row, int count, AttentionRow* rows, Softmax* state) {
-  int64_t group = a.nh / a.nkv, last = 0, begin = INT64_MAX;
-  for (int i = 0; i < count; i++) {
-    plan_row(a, b, first_row + i, rows + i);
-    if (rows[i].position > last) last = rows[i].position;
-    if (rows[i].first < begin) begin = rows[i].first;
+// Offsets of keys [lo, hi) of the tile from `tile` on, for one row.
+SPECDEC_INLINE const int64_t* row_offsets(const AttentionRow& r, bool tree, int64_t ctx, int64_t tile, int64_t lo, int64_t hi, Scratch* s) {
+  if (!tree || hi <= ctx) return s->shared + (lo - tile);
+  for (int64_t p = lo; p < hi; p++) s->own[p - lo] = p < ctx ? s->shared[p - tile] : s->node[r.ancestor[p - ctx]];
+  return s->own;
+}
+
+struct Task { int64_t b, row; int count; };
+
+template <int vectors> static void attend_rows(const AttentionArgs& a, const Task& t, int64_t kv, Scratch* s) {
+  int64_t group = a.nh / a.nkv, last = 0, begin = INT64_MAX, ctx = a.ctx[t.b];
+  bool tree = a.tree[t.b] > 0;
+  if (tree) locate(a, t.b, ctx, ctx + a.tree[t.b], s->node);
+  for (int i = 0; i < t.count; i++) {
+    plan_row(a, t.row + i, tree, s->rows + i);
+    if (s->rows[i].position > last) last = s->rows[i].position;
+    if (s->rows[i].first < begin) begin = s->rows[i].first;
     for (int64_t g = 0; g < group; g++) {
-      Softmax& s = state[i * group + g];
-      s.top = a.sinks ? a.sinks[kv * group + g] : -__builtin_inff();
-      s.norm = a.sinks ? 1.0f : 0.0f;
-      for (int64_t d = 0; d < a.hd; d++) s.acc[d] = 0.0f;
+      Softmax& state = s->state[i * group + g];
+      state.top = a.sinks ? a.sinks[kv * group + g] : -__builtin_inff();
+      state.norm = a.sinks ? 1.0f : 0.0f;
+      for (int v = 0; v < vectors; v++) store(state.acc + 16 * v, all(0.0f));
     }
   }
+  int64_t end = tree ? (ctx < last + 1 ? ctx : last + 1) : last + 1;  // keys that all rows find at the same place
   for (int64_t tile = begin / kKeys * kKeys; tile <= last; tile += kKeys) {
-    for (int i = 0; i < count; i++) {
-      const AttentionRow& r = rows[i];
+    if (tile < end) locate(a, t.b, tile, end < tile + kKeys ? end : tile + kKeys, s->shared);
+    for (int i = 0; i < t.count; i++) {
+      const AttentionRow& r = s->rows[i];
       int64_t lo = r.first > tile ? r.first : tile;
       int64_t hi = r.position + 1 < tile + kKeys ? r.position + 1 : tile + kKeys;
       if (lo >= hi) continue;
-      int64_t offset[kKeys];
-      locate(a, b, r, lo, hi, offset);
+      const int64_t* offset = row_offsets(r, tree, ctx, tile, lo, hi, s);
       for (int64_t g = 0; g < group; g++)
         attend_tile<vectors>(a.q + (r.row * a.nh + kv * group + g) * a.hd, a.k_cache + kv * a.hd, a.v_cache + kv * a.hd, offset,
-                             (int)(hi - lo), a.scale, state + i * group + g);
+                             (int)(hi - lo), a.scale, &s->state[i * group + g]);
     }
   }
-  for (int i = 0; i < count; i++)
+  for (int i = 0; i < t.count; i++)
     for (int64_t g = 0; g < group; g++) {
-      const Softmax& s = state[i * group + g];
-      float* out = a.out + (rows[i].row * a.nh + kv * group + g) * a.hd;
-      for (int64_t d = 0; d < a.hd; d++) out[d] = s.acc[d] / s.norm;
+      const Softmax& state = s->state[i * group + g];
+      float* out = a.out + (s->rows[i].row * a.nh + kv * group + g) * a.hd;
+      for (int v = 0; v < vectors; v++) store(out + 16 * v, div(load(state.acc + 16 * v), all(state.norm)));
     }
 }
 
-static void attend_task(const AttentionArgs& a, int64_t b, int64_t kv, int64_t row, int count, AttentionRow* rows, Softmax* state) {
+static void attend_task(const AttentionArgs& a, const Task& t, int64_t kv, Scratch* s) {
   switch (a.hd / 16) {
-    case 1: return attend_rows<1>(a, b, kv, row, count, rows, state);
-    case 2: return attend_rows<2>(a, b, kv, row, count, rows, state);
-    case 3: return attend_rows<3>(a, b, kv, row, count, rows, state);
-    case 4: return attend_rows<4>(a, b, kv, row, count, rows, state);
-    case 5: return attend_rows<5>(a, b, kv, row, count, rows, state);
-    case 6: return attend_rows<6>(a, b, kv, row, count, rows, state);
-    case 8: return attend_rows<8>(a, b, kv, row, count, rows, state);
-    case 16: return attend_rows<16>(a, b, kv, row, count, rows, state);
+    case 1: return attend_rows<1>(a, t, kv, s);
+    case 2: return attend_rows<2>(a, t, kv, s);
+    case 3: return attend_rows<3>(a, t, kv, s);
+    case 4: return attend_rows<4>(a, t, kv, s);
+    case 5: return attend_rows<5>(a, t, kv, s);
+    case 6: return attend_rows<6>(a, t, kv, s);
+    case 8: return attend_rows<8>(a, t, kv, s);
+    case 16: return attend_rows<16>(a, t, kv, s);
   }
 }
 
 static void attention(const AttentionArgs& a) {
-  struct Task { int64_t b, row; int count; };
   std::vector<Task> tasks;
   int64_t work = 0;
   for (int64_t b = 0; b < a.B; b++)
@@ -148,12 +161,9 @@ static void attention(const AttentionArgs& a) {
   int threads = work < 32768 ? 1 : a.threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::unique_ptr<AttentionRow[]> rows(new AttentionRow[kTaskRows]);  // not zeroed: plan_row fills what is read
-    std::unique_ptr<Softmax[]> state(new Softmax[kTaskRows * (a.nh / a.nkv)]);
+    Scratch scratch;  // not zeroed: every field is written before it is read
+    scratch.state.reset(new Softmax[kTaskRows * (a.nh / a.nkv)]);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < total; i++) {
-      const Task& t = tasks[i / a.nkv];
-      attend_task(a, t.b, i % a.nkv, t.row, t.count, rows.get(), state.get());
-    }
+    for (int64_t i = 0; i < total; i++) attend_task(a, tasks[i / a.nkv], i % a.nkv, &scratch);
   }
 }

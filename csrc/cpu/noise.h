@@ -7,18 +7,21 @@
 
 constexpr float kLargestNoise = 22.88f;  // -log(-log1p(-2^-33)) = 22.874
 
-struct Words4 { uint32_t w[4][16]; };  // word i of 16 consecutive counters
+struct Words4 { uint32_t w[4][16]; };  // word i of 16 counters
 
-SPECDEC_INLINE void philox16(const uint32_t c0[16], uint32_t position, uint32_t choice, uint32_t purpose, uint64_t seed, Words4* out) {
-  uint32_t c[4][16], k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-  for (int i = 0; i < 16; i++) { c[0][i] = c0[i]; c[1][i] = position; c[2][i] = choice; c[3][i] = purpose; }
-  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-    for (int i = 0; i < 16; i++) {
-      uint64_t p0 = (uint64_t)c[0][i] * 0xD2511F53u, p1 = (uint64_t)c[2][i] * 0xCD9E8D57u;
-      uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1][i] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c[3][i] ^ k1;
-      c[0][i] = n0; c[1][i] = (uint32_t)p1; c[2][i] = n2; c[3][i] = (uint32_t)p0;
-    }
-  for (int w = 0; w < 4; w++) for (int i = 0; i < 16; i++) out->w[w][i] = c[w][i];
+static void philox16(const uint32_t c0[16], uint32_t position, uint32_t choice, uint32_t purpose, uint64_t seed, Words4* out) {
+  Int16 c[4] = {load_int(c0), all_int((int32_t)position), all_int((int32_t)choice), all_int((int32_t)purpose)};
+  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    Int16 high0, low0, high1, low1;
+    wide_product(c[0], all_int((int32_t)0xD2511F53u), &high0, &low0);
+    wide_product(c[2], all_int((int32_t)0xCD9E8D57u), &high1, &low1);
+    c[0] = bit_xor(bit_xor(high1, c[1]), all_int((int32_t)k0));
+    c[2] = bit_xor(bit_xor(high0, c[3]), all_int((int32_t)k1));
+    c[1] = low1;
+    c[3] = low0;
+  }
+  for (int w = 0; w < 4; w++) store_int(out->w[w], c[w]);
 }
 
 SPECDEC_INLINE float gumbel(uint32_t word) {
@@ -31,11 +34,11 @@ SPECDEC_INLINE float uniform(uint32_t word) {
   return u < 0.99999994f ? u : 0.99999994f;  // 1 - 2^-24
 }
 
-SPECDEC_INLINE float noise_bound(uint32_t word) {  // >= gumbel(word): -log E <= -log u, log2(1 + f) >= f
-  float u = (float)word + 0.5f;
-  int32_t bits;
-  __builtin_memcpy(&bits, &u, 4);
-  return 0.69314718f * (159.0f - (float)bits * 1.1920929e-7f) + 1e-3f;
+// At least the Gumbel noise of 16 words: -log E <= -log u, log2(1 + f) >= f; dropping a word's last bit only raises it.
+SPECDEC_INLINE Float16 noise_bound(const uint32_t words[16]) {
+  Float16 u = fma(to_float(bit_and(right<1>(load_int(words)), all_int(0x7fffffff))), all(2.0f), all(0.5f));
+  Float16 log2 = fma(to_float(bits_of(u)), all(1.1920929e-7f), all(-159.0f));  // exponent and mantissa read as a number
+  return fma(log2, all(-0.69314718f), all(1e-3f));
 }
 
 static uint32_t word_of(const NoiseKey& key, int64_t row, int64_t id) {
@@ -55,15 +58,17 @@ static int64_t plain_argmax(const float* score, int64_t V) {
   return 0;  // nothing but NaN
 }
 
-// Ids [start, start + 64) against the best so far.
-static void noisy_block(const ArgmaxArgs& a, int64_t row, int64_t start, const float* score, float* best, int64_t* best_id) {
+// Ids [start, start + 64), whose highest score is `top`, against the best so far.
+static void noisy_block(const ArgmaxArgs& a, int64_t row, int64_t start, const float* score, float top, float* best, int64_t* best_id) {
   uint32_t c0[16];
   for (int i = 0; i < 16; i++) c0[i] = (uint32_t)(start / 4 + i);
   Words4 words;
   philox16(c0, (uint32_t)a.key.positions[row], (uint32_t)a.key.choices[row], a.key.purpose, (uint64_t)a.key.seeds[row], &words);
   int64_t count = a.V - start < 64 ? a.V - start : 64;
   float limit[4][16];
-  for (int w = 0; w < 4; w++) for (int i = 0; i < 16; i++) limit[w][i] = noise_bound(words.w[w][i]);
+  for (int w = 0; w < 4; w++) store(limit[w], noise_bound(words.w[w]));
+  float room = largest(max(max(load(limit[0]), load(limit[1])), max(load(limit[2]), load(limit[3]))));
+  if (!(top + room >= *best)) return;
   for (int64_t j = 0; j < count; j++) {
     if (!(score[start + j] + limit[j & 3][j >> 2] >= *best)) continue;
     float total = score[start + j] + gumbel(words.w[j & 3][j >> 2]);
@@ -85,7 +90,7 @@ static int64_t noisy_argmax(const ArgmaxArgs& a, int64_t row) {
     } else {
       for (int64_t v = start; v < a.V; v++) top = score[v] > top ? score[v] : top;
     }
-    if (top + kLargestNoise >= best) noisy_block(a, row, start, score, &best, &best_id);
+    if (top + kLargestNoise >= best) noisy_block(a, row, start, score, top, &best, &best_id);
   }
   return best_id;
 }

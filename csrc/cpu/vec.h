@@ -38,6 +38,16 @@ SPECDEC_INLINE Int16 sub(Int16 a, Int16 b) { return {_mm512_sub_epi32(a.v, b.v)}
 template <int n> SPECDEC_INLINE Int16 left(Int16 a) { return {_mm512_slli_epi32(a.v, n)}; }
 template <int n> SPECDEC_INLINE Int16 right(Int16 a) { return {_mm512_srai_epi32(a.v, n)}; }
 SPECDEC_INLINE void store_low_bytes(int8_t* p, Int16 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+SPECDEC_INLINE Int16 load_int(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+SPECDEC_INLINE void store_int(uint32_t* p, Int16 a) { _mm512_storeu_si512(p, a.v); }
+SPECDEC_INLINE Int16 bit_and(Int16 a, Int16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+SPECDEC_INLINE Int16 bit_xor(Int16 a, Int16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+SPECDEC_INLINE Int16 bits_of(Float16 a) { return {_mm512_castps_si512(a.v)}; }
+SPECDEC_INLINE void wide_product(Int16 a, Int16 b, Int16* high, Int16* low) {  // unsigned 32 × 32 -> 64
+  __m512i even = _mm512_mul_epu32(a.v, b.v), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), b.v);
+  high->v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+  low->v = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+}
 SPECDEC_INLINE Bytes64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 SPECDEC_INLINE Bytes64 low_nibbles(Bytes64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 SPECDEC_INLINE Bytes64 high_nibbles(Bytes64 a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
@@ -110,6 +120,25 @@ SPECDEC_INLINE Int16 add(Int16 a, Int16 b) { return {_mm256_add_epi32(a.lo, b.lo
 SPECDEC_INLINE Int16 sub(Int16 a, Int16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 template <int n> SPECDEC_INLINE Int16 left(Int16 a) { return {_mm256_slli_epi32(a.lo, n), _mm256_slli_epi32(a.hi, n)}; }
 template <int n> SPECDEC_INLINE Int16 right(Int16 a) { return {_mm256_srai_epi32(a.lo, n), _mm256_srai_epi32(a.hi, n)}; }
+SPECDEC_INLINE Int16 load_int(const uint32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+SPECDEC_INLINE void store_int(uint32_t* p, Int16 a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
+}
+SPECDEC_INLINE Int16 bit_and(Int16 a, Int16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+SPECDEC_INLINE Int16 bit_xor(Int16 a, Int16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+SPECDEC_INLINE Int16 bits_of(Float16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+SPECDEC_INLINE void wide_half(__m256i a, __m256i b, __m256i* high, __m256i* low) {
+  __m256i even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+SPECDEC_INLINE void wide_product(Int16 a, Int16 b, Int16* high, Int16* low) {
+  wide_half(a.lo, b.lo, &high->lo, &low->lo);
+  wide_half(a.hi, b.hi, &high->hi, &low->hi);
+}
 SPECDEC_INLINE void store_low_bytes(int8_t* p, Int16 a) {
   alignas(32) int32_t t[16];
   _mm256_store_si256((__m256i*)t, a.lo);
@@ -179,6 +208,18 @@ SPECDEC_INLINE Int16 add(Int16 a, Int16 b) { return {a.v + b.v}; }
 SPECDEC_INLINE Int16 sub(Int16 a, Int16 b) { return {a.v - b.v}; }
 template <int n> SPECDEC_INLINE Int16 left(Int16 a) { return {a.v << n}; }
 template <int n> SPECDEC_INLINE Int16 right(Int16 a) { return {a.v >> n}; }
+SPECDEC_INLINE Int16 load_int(const uint32_t* p) { Int16 r; __builtin_memcpy(&r.v, p, 64); return r; }
+SPECDEC_INLINE void store_int(uint32_t* p, Int16 a) { __builtin_memcpy(p, &a.v, 64); }
+SPECDEC_INLINE Int16 bit_and(Int16 a, Int16 b) { return {a.v & b.v}; }
+SPECDEC_INLINE Int16 bit_xor(Int16 a, Int16 b) { return {a.v ^ b.v}; }
+SPECDEC_INLINE Int16 bits_of(Float16 a) { Int16 r; __builtin_memcpy(&r, &a, 64); return r; }
+SPECDEC_INLINE void wide_product(Int16 a, Int16 b, Int16* high, Int16* low) {
+  for (int i = 0; i < 16; i++) {
+    uint64_t p = (uint64_t)(uint32_t)a.v[i] * (uint32_t)b.v[i];
+    high->v[i] = (int32_t)(p >> 32);
+    low->v[i] = (int32_t)p;
+  }
+}
 SPECDEC_INLINE Bytes64 load_bytes(const uint8_t* p) { Bytes64 r; __builtin_memcpy(&r.v, p, 64); return r; }
 SPECDEC_INLINE Bytes64 low_nibbles(Bytes64 a) { return {a.v & 15}; }
 SPECDEC_INLINE Bytes64 high_nibbles(Bytes64 a) { return {a.v >> 4}; }
