@@ -5,10 +5,10 @@ A step of B sequences with n_b tree rows over c_b committed keys costs
     base(Σ n_b) + Σ_b slope(n_b) · c_b, corrected
 
 where base (weights, small ops) and slope (attention: seconds per key for a tree of that many rows) come from timing the
-target pass at a few row counts and two context lengths. The correction compares steps that really ran with this table, per
-row bucket: what is slower by less than half is taken for a fixed overhead and added, anything else for a change of speed
-and multiplied. Medians, because a shared machine stutters; recent steps only, because its speed drifts. Row counts that have
-not been visited for a while are taken for somewhat cheaper than the table says, so that none stays written off for ever.
+target pass at a few row counts and two context lengths. The correction compares steps that really ran with this table: a
+factor for the speed of the machine now, and one per row bucket, relative to that speed when the bucket was visited, so that
+a bucket last seen in a slow minute does not look dear for ever. Medians, because a shared machine stutters; recent steps
+only. Row counts that have not been visited for a while are taken for somewhat cheaper than the table says.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def between(rows: Seq[int], values: Seq[float], at: int) -> float:
 class CostModel:
     """A `StepCost` over a measured table. Lookups are list reads: they happen for every draft node of every step."""
 
-    WINDOW = 25  # steps a correction is the median of
-    STALE = 400  # steps after which an unconfirmed correction is dropped
+    WINDOW = 25  # steps that a factor is the median of
+    STALE = 400  # steps after which an unconfirmed factor is dropped
 
     def __init__(self, table: CostTable):
         count = len(table.rows)
@@ -109,21 +109,22 @@ class CostModel:
         self._base = [between(table.rows, table.bases, r) for r in range(257)]
         self._slope = [between(table.rows, table.slopes, n) for n in range(65)]
         self._bucket = [self._bucket_of(r) for r in range(257)]
-        self._recent: list[deque[tuple[float, float]]] = [deque(maxlen=self.WINDOW) for _ in range(count)]  # (real, table)
-        self._own = [(1.0, 0.0)] * count  # (factor, seconds added) from a bucket's own steps
-        self._correction = [(1.0, 0.0)] * count  # the same, of the nearest bucket with fresh steps
+        self._speed = 1.0  # real time / table, whatever the bucket
+        self._speeds: deque[float] = deque(maxlen=self.WINDOW)
+        self._recent: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(count)]  # real / table / speed then
+        self._own = [1.0] * count  # factor of each bucket from its own steps
         self._seen = [-1] * count  # step of the last observation
-        self._attention = 1.0  # factor of the attention term
+        self._correction = [(1.0, 0.0)] * count  # (factor, seconds added) at normal speed
         self._steps = 0
 
     def base(self, rows: int, batch: int) -> float:
         """See `StepCost`; the batch size plays no part of its own here."""
         factor, added = self._correction[self._bucket[rows] if rows <= 256 else -1]
-        return factor * self._plain(rows) + added
+        return self._speed * (factor * self._plain(rows) + added)
 
     def attention(self, nodes: int, context: int) -> float:
         """See `StepCost`."""
-        return self._attention * self._slope[min(nodes, 64)] * context
+        return self._speed * self._slope[min(nodes, 64)] * context
 
     def _plain(self, rows: int) -> float:
         return self._base[rows] if rows <= 256 else between(self.table.rows, self.table.bases, rows)
@@ -137,12 +138,13 @@ class CostModel:
         self._steps += 1
         if self._seen[bucket] >= 0 and self._steps - self._seen[bucket] > self.STALE:
             recent.clear()
-        recent.append((seconds, self._plain(rows) + self._slope[min(64, round(rows / batch))] * context))
-        factor = statistics.median(real / table for real, table in recent)
-        overhead = statistics.median(real - table for real, table in recent)
-        self._own[bucket] = (1.0, overhead) if 1.0 <= factor <= 1.5 else (factor, 0.0)
+            self._own[bucket] = 1.0
+        ratio = seconds / (self._plain(rows) + self._slope[min(64, round(rows / batch))] * context)
+        self._speeds.append(ratio / self._own[bucket])
+        self._speed = statistics.median(self._speeds)
+        recent.append(ratio / self._speed)
+        self._own[bucket] = statistics.median(recent)
         self._seen[bucket] = self._steps
-        self._attention = self._own[bucket][0]
         self._spread()
 
     def _spread(self) -> None:
@@ -153,10 +155,10 @@ class CostModel:
             while near + 1 < len(fresh) and fresh[near + 1] - i < i - fresh[near]:
                 near += 1
             anchor = fresh[near]
-            factor, added = self._own[anchor]
+            factor, added = self._own[anchor], 0.0
             if anchor != i:
-                plain, hope = self._plain(self.table.rows[anchor]), HOPE if i > anchor else 1 / HOPE
-                added += factor * plain * (1 - hope)
+                hope = HOPE if i > anchor else 1 / HOPE
+                added = factor * self._plain(self.table.rows[anchor]) * (1 - hope)
                 factor *= hope
             self._correction[i] = (factor, added)
 

@@ -196,7 +196,10 @@ class SpecPolicy:
         state, name = self._states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        spent = (seconds + self._drafters[name].seconds_per_depth * max(1, share.budget.depth)) / self._token_seconds
+        drafting = self._drafters[name].seconds_per_depth * max(1, share.budget.depth)
+        if drafting > CHEAP * self._token_seconds:  # what little a lookup takes must not use up what drafts may risk
+            seconds += drafting
+        spent = seconds / self._token_seconds
         state.pending = _Pending(name, scores, spent, probe)
         if len(scores) == 1:
             self._skipped["no_match" if drafted == 1 else "policy"] += 1

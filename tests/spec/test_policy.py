@@ -76,6 +76,17 @@ def test_costly_hopeless_drafter_goes_dormant():
     assert sum(drafted[200:]) <= 6
 
 
+def test_lookups_that_find_nothing_do_not_use_up_the_allowance():
+    """Two hundred empty lookups at 1.5 % of a step each, then copying starts: it is drafted at once."""
+
+    def late(seq, depth, dice):
+        return [(True, 0.95 ** (i + 1)) for i in range(depth)] if seq.num_output >= 200 else []
+
+    result = simulate({"ngram": late}, cost=LineCost(), lengths=[300], draft_seconds=1.2e-4 / 15)
+    assert not any(map(any, result.drafts[:200]))
+    assert len(result.drafts) < 225
+
+
 # -- find gains -------------------------------------------------------------------------------------------------------
 
 
