@@ -227,7 +227,9 @@ def _assert_logprobs(found: Seq[Any] | None, expected: Seq[Any] | None, toleranc
 NOISE = 1e-4  # of a logit of standard deviation 3; float32 rows computed in other batches differ by some 1e-6
 
 
-def assert_same_or_tie(found: RequestOutput, expected: RequestOutput, request: tuple[list[int] | str, SamplingParams], kind: str = "t0") -> int:
+def assert_same_or_tie(
+    found: RequestOutput, expected: RequestOutput, request: tuple[list[int] | str, SamplingParams], kind: str = "t0"
+) -> int:
     """The rule of the default mode: a choice may differ from OFF from a near-tie on, and only from there.
 
     A position is a near-tie when noise of size NOISE on the raw logits changes OFF's own token there. Returns the number

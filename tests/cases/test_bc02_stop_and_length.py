@@ -25,7 +25,9 @@ def on(shape: SpecConfig, known: RequestOutput, **changes: object) -> RequestOut
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("index", "tokens", "reason", "produced"), [(2, 5, "stop", 3), (7, 5, "length", 5), (4, 5, "stop", 5), (5, 5, "length", 5)])
+@pytest.mark.parametrize(
+    ("index", "tokens", "reason", "produced"), [(2, 5, "stop", 3), (7, 5, "length", 5), (4, 5, "stop", 5), (5, 5, "length", 5)]
+)
 def test_bc02_stop_before_length(shape: str, index: int, tokens: int, reason: str, produced: int) -> None:
     plain = off()
     ids = plain.outputs[0].token_ids

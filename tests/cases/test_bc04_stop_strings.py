@@ -8,7 +8,7 @@ import pytest
 
 from specdec.config import SamplingParams
 from specdec.types import RequestOutput
-from tests.harness import P, Log, assert_same, chain, engine, oracle_of, run, tree
+from tests.harness import Log, P, assert_same, chain, engine, oracle_of, run, tree
 
 # text of ASCII letters only: tokens of one or two letters, so that characters and tokens can be counted
 LETTERS = SamplingParams(temperature=1.5, seed=4, max_tokens=24, ignore_eos=True)

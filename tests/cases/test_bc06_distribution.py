@@ -18,7 +18,7 @@ import pytest
 from scipy.stats import chisquare
 
 from specdec.config import SamplingParams, SpecConfig
-from tests.harness import P, chain, checkpoint, engine, oracle_of, run, tree
+from tests.harness import P, chain, checkpoint, engine, run, tree
 from tests.oracle import oracle, oracle_logits
 
 IDS = list(range(20, 36))  # the vocabulary, cut to 16 by allowed_token_ids
@@ -88,7 +88,13 @@ def sample(seeds: range, speculation: SpecConfig | str = "off", known: dict[int,
     """Three tokens for every seed, 500 requests at a time in one engine. known: OFF's tokens, for the oracle."""
     oracle_by_seed = (lambda seq: known[seq.seed][seq.num_output :]) if known is not None else (lambda seq: ())
     target = engine(
-        speculation, oracle=oracle_by_seed, max_num_seqs=500, max_num_batched_tokens=8000, num_kv_blocks=4000, max_model_len=16, deterministic=True
+        speculation,
+        oracle=oracle_by_seed,
+        max_num_seqs=500,
+        max_num_batched_tokens=8000,
+        num_kv_blocks=4000,
+        max_model_len=16,
+        deterministic=True,
     )
     result: dict[int, Triple] = {}
     for first in range(seeds.start, seeds.stop, 500):

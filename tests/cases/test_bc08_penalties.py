@@ -19,7 +19,13 @@ PENALTIES: dict[str, dict[str, float]] = {
     "repetition 3": {"repetition_penalty": 3.0},
     "all": {"frequency_penalty": 0.3, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
-SHAPES = {"ORACLE": chain("oracle"), "WRONG": chain("wrong"), "MIX": chain("mix"), "TREE": tree("oracle"), "ngram": chain("ngram", ngram_min=1)}
+SHAPES = {
+    "ORACLE": chain("oracle"),
+    "WRONG": chain("wrong"),
+    "MIX": chain("mix"),
+    "TREE": tree("oracle"),
+    "ngram": chain("ngram", ngram_min=1),
+}
 
 
 def off(**penalties: float) -> RequestOutput:

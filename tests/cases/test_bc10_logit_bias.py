@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness import GREEDY, P, R, Log, assert_same, chain, engine, oracle_of, run, tree
+from tests.harness import GREEDY, Log, P, R, assert_same, chain, engine, oracle_of, run, tree
 
 SHAPES = {"chain": chain("oracle"), "TREE": tree("oracle"), "mix": tree("mix"), "ngram": tree("ngram", ngram_min=1)}
 

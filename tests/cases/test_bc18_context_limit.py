@@ -12,7 +12,13 @@ from specdec.errors import RequestTooLong
 from tests.harness import GREEDY, SHAPES, Log, assert_same, chain, checkpoint, engine, oracle_of, run, tree
 
 LIMIT = 64
-WIDE = {"K=4": chain("oracle"), "TREE": tree("oracle"), "long chain": chain("oracle", 63), "wrong": tree("wrong"), "ngram": SHAPES["ngram-tree"]}
+WIDE = {
+    "K=4": chain("oracle"),
+    "TREE": tree("oracle"),
+    "long chain": chain("oracle", 63),
+    "wrong": tree("wrong"),
+    "ngram": SHAPES["ngram-tree"],
+}
 
 
 def prompt(length: int) -> list[int]:
@@ -55,7 +61,11 @@ def test_bc18_the_models_own_limit(shape: str) -> None:
     assert_same(run(target, requests)["r"], expected["r"])
 
 
-@pytest.mark.parametrize("shape", [chain("draft_model", model=checkpoint("short_draft")), tree("draft_model", model=checkpoint("short_draft"))], ids=["K=4", "TREE"])
+@pytest.mark.parametrize(
+    "shape",
+    [chain("draft_model", model=checkpoint("short_draft")), tree("draft_model", model=checkpoint("short_draft"))],
+    ids=["K=4", "TREE"],
+)
 def test_bc18_beyond_the_drafters_own_limit(shape: SpecConfig) -> None:
     """A draft model with 32 positions: drafts up to there, skips past it and says so, output as OFF."""
     for length, drafts in ((8, True), (20, True), (32, False), (33, False), (50, False)):
@@ -84,8 +94,8 @@ def _assert_positions(target: Any, limit: int = LIMIT) -> None:
     forward = target.runner.forward
 
     def checked(batch: Any) -> Any:
-        assert 0 <= int(batch.positions.min()) and int(batch.positions.max()) < limit
-        assert 0 <= int(batch.input_ids.min()) and int(batch.input_ids.max()) < target.vocab_size
+        assert int(batch.positions.min()) >= 0 and int(batch.positions.max()) < limit
+        assert int(batch.input_ids.min()) >= 0 and int(batch.input_ids.max()) < target.vocab_size
         return forward(batch)
 
     target.runner.forward = checked

@@ -14,7 +14,9 @@ from specdec.types import RequestOutput
 from tests.harness import P, R, assert_same, chain, checkpoint, engine, run, tree
 
 PROMPT = R + P
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 17, 42, 99, 3, 250])  # so that n-grams come again
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 17, 42, 99, 3, 250]
+)  # so that n-grams come again
 SHAPES = {
     "ngram chain": chain("ngram", 4, ngram_min=1),
     "ngram TREE": tree("ngram", ngram_min=1),

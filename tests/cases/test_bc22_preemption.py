@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec.config import SamplingParams
-from tests.harness import R, SHAPES, VOCAB, Log, assert_same, engine, oracle_of, run
+from tests.harness import SHAPES, VOCAB, Log, R, assert_same, engine, oracle_of, run
 
 LIMIT = 92  # tokens that 23 blocks of 4 hold; a request needs 88
 

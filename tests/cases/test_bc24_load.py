@@ -13,7 +13,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.spec.policy import SpecPolicy
 from specdec.types import RequestOutput
-from tests.harness import R, Log, engine, join, oracle_of, run
+from tests.harness import Log, R, engine, join, oracle_of, run
 
 TOKENS = 40
 FREE_ROWS, PER_ROW = 4, 0.5

@@ -11,7 +11,7 @@ import pytest
 from specdec.config import SamplingParams
 from specdec.metrics import Emission, Metrics
 from specdec.spec.tree import check_tree
-from tests.harness import GREEDY, P, R, SHAPES, VOCAB, Log, assert_same, engine, oracle_of, run
+from tests.harness import GREEDY, SHAPES, VOCAB, Log, P, R, assert_same, engine, oracle_of, run
 
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=22, ignore_eos=True)
 
@@ -111,7 +111,10 @@ def test_switched_off_per_request(shape: str) -> None:
     assert log.skipped.get("limit", 0) > 0
 
 
-@pytest.mark.parametrize(("override", "nodes", "depth"), [({"nodes": 3}, 3, 3), ({"depth": 1}, 4, 1), ({"width": 1}, 4, 3), ({"nodes": 64, "depth": 64}, 10, 3), ({"nodes": 1}, 1, 0)])
+@pytest.mark.parametrize(
+    ("override", "nodes", "depth"),
+    [({"nodes": 3}, 3, 3), ({"depth": 1}, 4, 1), ({"width": 1}, 4, 3), ({"nodes": 64, "depth": 64}, 10, 3), ({"nodes": 1}, 1, 0)],
+)
 def test_narrowed_per_request(override: dict[str, int], nodes: int, depth: int) -> None:
     """A request can narrow the tree and never widen it."""
     outputs = known()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specdec.config import SamplingParams
-from tests.harness import P, R, SHAPES, Log, assert_same, engine, oracle_of, run
+from tests.harness import SHAPES, Log, P, R, assert_same, engine, oracle_of, run
 
 HOT = SamplingParams(temperature=1.5, seed=8, max_tokens=14, ignore_eos=True)
 
@@ -52,7 +52,9 @@ def test_forks_equal_whatever_runs_beside(kind: str, shape: str, seats: int) -> 
     params = replace(HOT, n=5, allowed_token_ids=list(range(60, 80)), stop_token_ids=[61, 62], repetition_penalty=1.2, logprobs=1)
     expected = run(engine(kind=kind, deterministic=True), {"r": (R, params)})
     assert len({len(c.token_ids) for c in expected["r"].outputs}) > 1
-    target = engine("off" if shape == "off" else SHAPES[shape], kind=kind, oracle=oracle_of(expected), deterministic=True, max_num_seqs=seats)
+    target = engine(
+        "off" if shape == "off" else SHAPES[shape], kind=kind, oracle=oracle_of(expected), deterministic=True, max_num_seqs=seats
+    )
     assert_same(run(target, {"r": (R, params)})["r"], expected["r"], tolerance=0)
 
 
@@ -61,7 +63,12 @@ def test_forks_survive_preemption() -> None:
     expected = run(engine(deterministic=True), {"r": (R, params)})
     for caching in (True, False):
         target = engine(
-            SHAPES["mix-tree"], oracle=oracle_of(expected), deterministic=True, num_kv_blocks=26, max_model_len=76, enable_prefix_caching=caching
+            SHAPES["mix-tree"],
+            oracle=oracle_of(expected),
+            deterministic=True,
+            num_kv_blocks=26,
+            max_model_len=76,
+            enable_prefix_caching=caching,
         )
         log = Log()
         assert_same(run(target, {"r": (R, params)}, log=log)["r"], expected["r"], tolerance=0)

@@ -10,7 +10,7 @@ import pytest
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.sequence import Status
-from tests.harness import GREEDY, P, R, SHAPES, Log, assert_same, check_idle, drain, engine, oracle_of, run, tree
+from tests.harness import GREEDY, SHAPES, Log, P, R, assert_same, check_idle, drain, engine, oracle_of, run, tree
 
 LONG = replace(GREEDY, max_tokens=60)
 
@@ -100,7 +100,9 @@ def test_abort_while_preempted() -> None:
 
 def test_abort_one_of_several_choices_finished() -> None:
     """Choices that ended keep their reason, the others are aborted; each is told once."""
-    params = SamplingParams(temperature=2.0, seed=1, n=4, max_tokens=40, ignore_eos=True, allowed_token_ids=[30, 40, 50, 60], stop_token_ids=[50])
+    params = SamplingParams(
+        temperature=2.0, seed=1, n=4, max_tokens=40, ignore_eos=True, allowed_token_ids=[30, 40, 50, 60], stop_token_ids=[50]
+    )
     target, log = engine(), Log()
     target.add_request("r", P, params)
     while not any(seq.finished for seq in target._requests["r"].sequences):
@@ -192,7 +194,14 @@ def test_random_comings_and_goings(kind: str, seed: int) -> None:
     requests = {f"r{i}": ([rng.randrange(500) for _ in range(rng.randint(1, 40))], p) for i, p in enumerate(params)}
     known = run(engine(kind=kind, deterministic=True), requests)
     target = engine(
-        tree("mix"), kind=kind, oracle=oracle_of(known), deterministic=True, num_kv_blocks=34, max_model_len=70, max_num_seqs=4, max_num_batched_tokens=20
+        tree("mix"),
+        kind=kind,
+        oracle=oracle_of(known),
+        deterministic=True,
+        num_kv_blocks=34,
+        max_model_len=70,
+        max_num_seqs=4,
+        max_num_batched_tokens=20,
     )
     waiting, log, aborted = list(requests), Log(), set()
     while waiting or target.has_work():

@@ -18,7 +18,13 @@ SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(params=["off", "ngram"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    made = LLM(checkpoint(), speculation="off" if request.param == "off" else chain("ngram", ngram_min=1), device="cpu", max_model_len=128, deterministic=True)
+    made = LLM(
+        checkpoint(),
+        speculation="off" if request.param == "off" else chain("ngram", ngram_min=1),
+        device="cpu",
+        max_model_len=128,
+        deterministic=True,
+    )
     yield made
     check_idle(made.engine)
     assert not made.engine.has_work()
@@ -51,7 +57,9 @@ def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
     assert caught.value.param == "params"
 
 
-@pytest.mark.parametrize("prompts", [[], "", [[]], None, 5, [P, ""], [P, [600]], [P, [1] * 200], [["a"]], [1, "a"], ["x", 5], [P, None]], ids=repr)
+@pytest.mark.parametrize(
+    "prompts", [[], "", [[]], None, 5, [P, ""], [P, [600]], [P, [1] * 200], [["a"]], [1, "a"], ["x", 5], [P, None]], ids=repr
+)
 def test_bad_prompts_leave_nothing_behind(llm: LLM, prompts: Any) -> None:
     """One bad prompt refuses the call; those before it are withdrawn, and the next call works."""
     with pytest.raises(InvalidRequest):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec.config import SamplingParams
 from specdec.output import OutputText
 from specdec.tokenizer import Tokenizer
-from tests.harness import P, SHAPES, Log, assert_same, engine, oracle_of, run
+from tests.harness import SHAPES, Log, P, assert_same, engine, oracle_of, run
 from tests.tiny import EOS
 
 BYTES = SamplingParams(temperature=3.0, seed=2, max_tokens=40, ignore_eos=True)

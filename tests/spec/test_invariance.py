@@ -66,7 +66,10 @@ def table() -> dict[str, tuple[list[int] | str, SamplingParams]]:
         "min_tokens": (P, replace(HOT, allowed_token_ids=[1, 2, 3], ignore_eos=False, min_tokens=6)),
         "eos": (P, replace(HOT, allowed_token_ids=[1, 2, 3, 4, 5, 6], ignore_eos=False)),
         "ignore_eos": (P, replace(HOT, allowed_token_ids=[1, 2, 3], skip_special_tokens=False)),
-        "eos shown": (P, replace(HOT, allowed_token_ids=[1, 2, 40], ignore_eos=False, include_stop_str_in_output=True, skip_special_tokens=False)),
+        "eos shown": (
+            P,
+            replace(HOT, allowed_token_ids=[1, 2, 40], ignore_eos=False, include_stop_str_in_output=True, skip_special_tokens=False),
+        ),
         "stop_token_ids": (R, replace(SAMPLED, stop_token_ids=[_token_at(SAMPLED, R, 9)])),
         "stop_token_ids and min_tokens": (R, replace(SAMPLED, stop_token_ids=[_token_at(SAMPLED, R, 2)], min_tokens=5)),
         "stop": (TEXT, _stop_in(SAMPLED, TEXT, 9, 3)),
@@ -145,7 +148,8 @@ def test_cases_do_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("t0", shape) for shape in SHAPES] + [("two_groups", shape) for shape in ("oracle-tree", "mix-chain", "mix-tree", "ngram-tree")]
+    ("kind", "shape"),
+    [("t0", shape) for shape in SHAPES] + [("two_groups", shape) for shape in ("oracle-tree", "mix-chain", "mix-tree", "ngram-tree")],
 )
 def test_all_parameters_side_by_side(kind: str, shape: str) -> None:
     """Every case at once in one engine: neighbours with other parameters, queueing, prefix hits, and a drafter."""
@@ -158,10 +162,29 @@ def test_all_parameters_side_by_side(kind: str, shape: str) -> None:
             raise AssertionError(f"case {name!r}: {err}") from err
 
 
-@pytest.mark.parametrize("name", [
-    "greedy", "temperature", "top_p", "typical_p", "presence", "frequency", "repetition", "logit_bias", "bad_words", "min_tokens", "eos",
-    "stop", "stop included", "n", "n with stop", "processed logprobs", "prompt_logprobs of two", "everything",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "greedy",
+        "temperature",
+        "top_p",
+        "typical_p",
+        "presence",
+        "frequency",
+        "repetition",
+        "logit_bias",
+        "bad_words",
+        "min_tokens",
+        "eos",
+        "stop",
+        "stop included",
+        "n",
+        "n with stop",
+        "processed logprobs",
+        "prompt_logprobs of two",
+        "everything",
+    ],
+)
 @pytest.mark.parametrize("shape", ["mix-chain", "mix-tree"])
 def test_one_parameter_alone(name: str, shape: str) -> None:
     """The same alone: no neighbour hides or causes a difference, and drafts are both accepted and rejected."""

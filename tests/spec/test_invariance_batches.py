@@ -40,7 +40,20 @@ def crowd() -> dict[str, Request]:
         {"logit_bias": {7: 6.0}, "max_tokens": 30},
         {"min_p": 0.05, "max_tokens": 1},
     ]
-    prompts: list[list[int]] = [R, R, R[:20], [*R, *P[:5]], [9], [*P, 8, 8], R, [rng.randrange(VOCAB) for _ in range(60)], P, P, [4] * 33, R[:7]]
+    prompts: list[list[int]] = [
+        R,
+        R,
+        R[:20],
+        [*R, *P[:5]],
+        [9],
+        [*P, 8, 8],
+        R,
+        [rng.randrange(VOCAB) for _ in range(60)],
+        P,
+        P,
+        [4] * 33,
+        R[:7],
+    ]
     return {f"c{i}": (prompt, replace(base, seed=i, **extra)) for i, (prompt, extra) in enumerate(zip(prompts, extras, strict=True))}
 
 
@@ -89,7 +102,16 @@ def test_block_size(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("t0", "off"), ("t0", "mix-tree"), ("t0", "oracle-chain"), ("t0", "suffix-tree"), ("t0", "draft-chain"), ("two_groups", "mix-tree"), ("two_groups", "oracle-chain")]
+    ("kind", "shape"),
+    [
+        ("t0", "off"),
+        ("t0", "mix-tree"),
+        ("t0", "oracle-chain"),
+        ("t0", "suffix-tree"),
+        ("t0", "draft-chain"),
+        ("two_groups", "mix-tree"),
+        ("two_groups", "oracle-chain"),
+    ],
 )
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption(kind: str, shape: str, caching: bool) -> None:

@@ -6,6 +6,8 @@ them. Prefill, chunked prefill, plain decode, chains, trees and recomputation af
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec import ops
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from tests.harness import SHAPES, P, R, chain, engine, oracle_of, run, tree
@@ -23,6 +26,18 @@ WIDE = SHAPES | {
     "60 nodes": tree("oracle", 20, 3),
     "63 leaves": SpecConfig(method="oracle", nodes=64, depth=1, width=63, policy="fixed"),
 }
+
+
+@pytest.fixture(params=["installed", "references"], autouse=True)
+def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The promise holds with the kernels of this installation and with the PyTorch references alone."""
+    with ExitStack() as stack:
+        if request.param == "references":
+            monkeypatch.setattr(ops, "compiled", lambda: False)
+            for name, op in ops.TABLE.ops.items():
+                names = {backend.name for backend in op.backends}
+                stack.enter_context(ops.override(name, "reference" if "reference" in names else "rowwise"))
+        yield
 
 
 @dataclass
@@ -142,7 +157,13 @@ def test_recomputation(kind: str, caching: bool) -> None:
     expected, outputs = reference(kind)
     crowd = {f"older{i}": (P, SamplingParams(temperature=1, seed=i, max_tokens=60, ignore_eos=True)) for i in range(2)}
     target = engine(
-        tree("mix"), kind=kind, oracle=oracle_of(outputs), deterministic=True, num_kv_blocks=25, max_model_len=80, enable_prefix_caching=caching,
+        tree("mix"),
+        kind=kind,
+        oracle=oracle_of(outputs),
+        deterministic=True,
+        num_kv_blocks=25,
+        max_model_len=80,
+        enable_prefix_caching=caching,
         max_num_batched_tokens=20,
     )
     bits = observe(target, "r")
