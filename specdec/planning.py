@@ -110,18 +110,15 @@ def _fit_blocks(roster: Roster, ledger: Ledger, seq: Sequence, budget: SpecBudge
 
 def _plan_running(roster: Roster, ledger: Ledger, seqs: list[Sequence], rows: int) -> tuple[dict[Sequence, int], list[Sequence]]:
     """Rows without drafts for the running sequences, and who is preempted for them. A sequence gets none only when not a
-    block is left and it is the youngest. seqs: decoding ones first, each kind by arrival. rows: for prefills, at least one
-    for each."""
+    block is left and it is the youngest. seqs: decoding ones first, each kind by arrival. rows: for the prefill; there is one
+    at most, since nobody is admitted while rows or blocks cut another's chunk short."""
     shares: dict[Sequence, int] = {}
     alive = list(roster.running)
-    unserved = sum(not s.decoding for s in seqs)
     for seq in seqs:
-        unserved -= not seq.decoding
         if seq in ledger and _make_room(ledger, seq, alive, shares):
-            want = 1 if seq.decoding else min(len(seq.tokens) - seq.num_computed, rows - unserved)
+            want = 1 if seq.decoding else min(len(seq.tokens) - seq.num_computed, rows)
             shares[seq] = n = min(want, ledger.reach(seq) - seq.num_computed)
             ledger.charge(seq, seq.num_computed + n)
-            rows -= 0 if seq.decoding else n
     return shares, roster.running[len(alive) :]
 
 

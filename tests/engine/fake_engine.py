@@ -101,6 +101,7 @@ class FakeEngine:
         for share, n in zip(plan.scheduled, accepted, strict=True):
             self._commit(share, n)
         s.check()
+        assert sum(not seq.decoding for seq in s.running) <= 1, "two prefills share the rows meant for one"
         return plan
 
     def _check_plan(self, plan: StepPlan, oldest: tuple[Sequence, ...]) -> None:
