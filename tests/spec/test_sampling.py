@@ -144,14 +144,21 @@ def test_a_request_slot_forgets_its_former_owner() -> None:
     sampling = SamplingState(1, VOCAB)
     everything = SamplingParams(
         temperature=0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5, presence_penalty=1, frequency_penalty=1, repetition_penalty=2,
-        logit_bias={1: 5.0}, allowed_token_ids=[1, 2], stop_token_ids=[3, 4, 5, 6, 7], min_tokens=5,
+        logit_bias={1: 5.0, 2: 7.0}, allowed_token_ids=[1, 2], stop_token_ids=[3, 4, 5, 6, 7], min_tokens=5,
     )  # fmt: skip
-    sampling.add(new_sequence(0, [1, 2, 3], everything), [[1, 2], [3]])
+    sampling.add(new_sequence(0, [1, 2, 3], everything), [[3], [2]])
     sampling.remove(0)
+    logits, rows = torch.randn(1, VOCAB), RowInfo(tree_from_lists([([1], [-1], None)]), [0], CPU)
     sampling.add(new_sequence(0, [1], SamplingParams(temperature=0)))
-    logits = torch.randn(1, VOCAB)
-    assert sampling.process(logits, RowInfo(tree_from_lists([([1], [-1], None)]), [0], CPU)) is logits
+    assert sampling.process(logits, rows) is logits
     assert sampling.end_ids[0].tolist() == [-1] * 5
+    smaller = SamplingParams(
+        temperature=0.7, logit_bias={6: 1.0}, allowed_token_ids=[2, 5, 6], repetition_penalty=1.2, stop_token_ids=[5], min_tokens=1, top_k=2
+    )
+    fresh = SamplingState(1, VOCAB)
+    for state in (sampling, fresh):
+        state.add(new_sequence(0, [6], smaller), [[8]])
+    assert torch.equal(sampling.process(logits, rows), fresh.process(logits, rows))
 
 
 def test_adding_after_preemption_equals_committing_step_by_step() -> None:
