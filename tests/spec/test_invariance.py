@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from specdec.config import SamplingParams
+from specdec.tokenizer import Tokenizer
 from specdec.types import RequestOutput
 from tests.harness import BUMPED, SHAPES, P, R, assert_same, assert_same_or_tie, engine, oracle_of, run
 
@@ -39,6 +40,7 @@ def table() -> dict[str, tuple[list[int] | str, SamplingParams]]:
     """Name of the case -> prompt and parameters. Every field of SamplingParams occurs."""
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     common = _alone("common", R, SAMPLED).outputs[0].token_ids[4]
+    letters = replace(HOT, allowed_token_ids=[i for i in range(3, 259) if tokenizer().token_text(i).isalpha() and i < 90])
     few = replace(SAMPLED, allowed_token_ids=list(range(40, 52)))  # so few that tokens come again
     cases: dict[str, tuple[list[int] | str, SamplingParams]] = {
         "greedy": (R, greedy),
@@ -61,9 +63,11 @@ def table() -> dict[str, tuple[list[int] | str, SamplingParams]]:
         "repetition below 1": (R, replace(greedy, repetition_penalty=0.7)),
         "logit_bias": (R, replace(SAMPLED, logit_bias={42: 9.0, 17: 8.0, common: -100.0})),
         "bad_words": (R, replace(SAMPLED, bad_words=["the", "a b", *_words(SAMPLED, R)])),
+        "bad words of several tokens": (P, replace(letters, bad_words=_runs(letters, P))),
         "allowed": (P, replace(HOT, allowed_token_ids=[7, 8, 9, 10, 42, 17])),
         "allowed, history": (P, replace(HOT, allowed_token_ids=list(range(8)), repetition_penalty=1.3, presence_penalty=1.0)),
         "min_tokens": (P, replace(HOT, allowed_token_ids=[1, 2, 3], ignore_eos=False, min_tokens=6)),
+        "min_tokens against a strong end": (P, replace(SAMPLED, logit_bias={2: 100.0}, ignore_eos=False, min_tokens=7)),
         "eos": (P, replace(HOT, allowed_token_ids=[1, 2, 3, 4, 5, 6], ignore_eos=False)),
         "ignore_eos": (P, replace(HOT, allowed_token_ids=[1, 2, 3], skip_special_tokens=False)),
         "eos shown": (
@@ -112,6 +116,18 @@ def table() -> dict[str, tuple[list[int] | str, SamplingParams]]:
     return cases
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    return engine().tokenizer
+
+
+def _runs(params: SamplingParams, prompt: list[int] | str) -> list[str]:
+    """Text of two and three consecutive tokens of the plain output that the tokenizer splits in the same way."""
+    ids = _alone("runs", prompt, params).outputs[0].token_ids
+    runs = [ids[i : i + length] for i, length in ((2, 2), (5, 3), (9, 2), (13, 3), (14, 2), (17, 2))]
+    return [text for run in runs if tokenizer().encode(text := tokenizer().decode(run), add_special=False) == run]
+
+
 def _words(params: SamplingParams, prompt: list[int] | str) -> list[str]:
     """Printable pieces of the plain output, so that banning them matters."""
     text = _alone("words", prompt, params).outputs[0].text
@@ -143,6 +159,9 @@ def test_cases_do_something() -> None:
         assert ids[name] != ids["few"], name
     for name in ("logit_bias", "bad_words"):
         assert ids[name] != ids["temperature"], name
+    banned = table()["bad words of several tokens"][1].bad_words or ()
+    assert len(banned) > 2 and not any(word in by_name["bad words of several tokens"].outputs[0].text for word in banned)
+    assert ids["min_tokens against a strong end"][7:] == [2] and 2 not in ids["min_tokens against a strong end"][:7]
     assert ids["frequency"] != ids["greedy"] != ids["repetition below 1"]
     assert len({tuple(c.token_ids) for c in by_name["n"].outputs}) == 3
 
