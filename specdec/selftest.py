@@ -89,7 +89,7 @@ def run(model: str, *, speculation: str, device: str, max_tokens: int, num_promp
         different = [d for d in found if d is not None]
         bad = [d for d in different if abs(d.margin) > 6 * sigma]
         bugs += len(bad)
-        ties = len(different) - len(bad)
+        rate, ties = 1000 * len(different) / max(total, 1), len(different) - len(bad)
         print(f"{name:>14s}: {rate:.2f} divergences per 1,000 tokens, {ties} near-ties, {len(bad)} bugs")
         for d in different:
             print(f"    output token {d.index}: {d.expected} became {d.found}, margin {d.margin:.2e} ({'bug' if d in bad else 'near-tie'})")
