@@ -21,7 +21,7 @@ from specdec.engine import Engine
 from tests.harness import SHAPES, P, R, chain, engine, oracle_of, run, tree
 
 PARAMS = SamplingParams(temperature=0.7, seed=21, max_tokens=30, ignore_eos=True)
-WIDE = SHAPES | {
+WIDE = {name: SHAPES[name] for name in ("oracle-tree", "wrong-tree", "mix-chain", "mix-tree", "ngram-tree", "draft-tree")} | {
     "long chain": chain("oracle", 29),
     "60 nodes": tree("oracle", 20, 3),
     "63 leaves": SpecConfig(method="oracle", nodes=64, depth=1, width=63, policy="fixed"),
