@@ -7,6 +7,8 @@ PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
 SPECULATION ?= auto
 ARGS ?=
+# One thread a worker: the models of the tests are tiny.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses=8
 
 .PHONY: setup serve test test-all test-gpu lint bench clean
 
@@ -17,11 +19,11 @@ serve: setup  ## serve the default model with speculation
 
 test: $(VENV)/.test-ready lint  ## the suite without the slow tests
 	$(PY) -m specdec.cli pull $(MODEL)
-	$(PY) -m pytest -q -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/.test-ready lint  ## slow tests too
 	$(PY) -m specdec.cli pull $(MODEL)
-	$(PY) -m pytest -q -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.test-ready  ## what needs a CUDA device
 	$(PY) -m pytest -q -m gpu $(ARGS)
