@@ -13,12 +13,13 @@
 #include <tuple>
 #include <vector>
 
-#include "include/cpu_kernels.h"
+#include "bindings.h"
 
 namespace {
 
 using at::Tensor;
-using specdec::CpuKernels;
+using specdec::check, specdec::check_attention, specdec::check_rope, specdec::check_tiles, specdec::CpuKernels;
+using specdec::floats, specdec::read, specdec::writable;
 
 std::vector<const CpuKernels*> usable_tables() {
   std::vector<const CpuKernels*> out;
@@ -35,15 +36,6 @@ std::vector<const CpuKernels*> usable_tables() {
 }
 
 thread_local const CpuKernels* current = usable_tables().front();
-
-void check(const Tensor& t, const char* name, at::ScalarType dtype, int64_t dims) {
-  TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.is_contiguous() && t.dim() == dims, name, " must be a contiguous CPU tensor of ",
-              dims, " dimensions and dtype ", dtype, ", got ", t.dim(), " dimensions, ", t.scalar_type(), t.is_contiguous() ? "" : ", strided");
-}
-
-template <class T> const T* read(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
-const float* floats(const Tensor& t) { return read<float>(t); }
-float* writable(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check(x, "x", at::kFloat, 2);
@@ -83,37 +75,13 @@ Tensor rope_write_kv(const Tensor& qkv, const Tensor& positions, const Tensor& c
   check(k_cache, "k_cache", at::kFloat, 4);
   check(v_cache, "v_cache", at::kFloat, 4);
   int64_t T = qkv.size(0), nkv = k_cache.size(2), hd = k_cache.size(3), nh = qkv.size(1) / hd - 2 * nkv;
-  int64_t limit = cos.size(0), slot_count = k_cache.size(0) * k_cache.size(1);
   TORCH_CHECK(nh > 0 && qkv.size(1) == (nh + 2 * nkv) * hd && k_cache.sizes() == v_cache.sizes() && cos.sizes() == sin.sizes() &&
                   cos.size(1) * 2 == hd && positions.size(0) == T && slots.size(0) == T, "rope_write_kv: sizes disagree");
-  for (int64_t t = 0; t < T; t++) {
-    int64_t p = read<int64_t>(positions)[t], s = read<int64_t>(slots)[t];
-    TORCH_CHECK_INDEX(p >= 0 && p < limit, "position ", p, " is outside the rotary table of ", limit);
-    TORCH_CHECK_INDEX(s >= -1 && s < slot_count, "slot ", s, " is outside the cache of ", slot_count);
-  }
+  check_rope(positions, read<int64_t>(slots), cos.size(0), k_cache.size(0) * k_cache.size(1));
   Tensor q = at::empty({T, nh, hd}, qkv.options());
   current->rope_write_kv({floats(qkv), read<int64_t>(positions), read<int64_t>(slots), floats(cos), floats(sin), writable(k_cache),
                           writable(v_cache), writable(q), T, nh, nkv, hd});
   return q;
-}
-
-// Every index the kernel will follow, so that a wrong batch is an error and not a stray read.
-void check_attention(const Tensor& cu_query, const Tensor& ctx_lens, const Tensor& tree_len, const Tensor& tree_mask, const Tensor& positions,
-                     int64_t B, int64_t T, int64_t reach) {
-  const int32_t *cu = read<int32_t>(cu_query), *ctx = read<int32_t>(ctx_lens), *tree = read<int32_t>(tree_len);
-  TORCH_CHECK(cu[0] == 0 && cu[B] <= T, "cu_query must start at 0 and stay within ", T, " rows");
-  for (int64_t b = 0; b < B; b++) {
-    TORCH_CHECK(cu[b] <= cu[b + 1], "cu_query must not decrease");
-    TORCH_CHECK(tree[b] == 0 || (tree[b] == cu[b + 1] - cu[b] && tree[b] <= 64), "a tree's rows must be its nodes, at most 64");
-    TORCH_CHECK_INDEX(ctx[b] >= 0 && (tree[b] == 0 || ctx[b] + tree[b] <= reach), "sequence ", b, " reaches past its block table");
-    for (int64_t row = cu[b]; row < cu[b + 1]; row++) {
-      int64_t p = read<int64_t>(positions)[row];
-      uint64_t word = (uint64_t)read<int64_t>(tree_mask)[row];
-      TORCH_CHECK_INDEX(p >= 0 && p < reach, "position ", p, " of row ", row, " is outside its block table");
-      TORCH_CHECK(tree[b] == 0 || ((tree[b] == 64 || word >> tree[b] == 0) && ctx[b] + std::popcount(word) == p + 1), "row ", row,
-                  " of a tree must have one ancestor per depth, all of them nodes of the tree");
-    }
-  }
 }
 
 Tensor tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table, const Tensor& cu_query,
@@ -167,12 +135,6 @@ void move_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_c
     }
 }
 
-void check_tiles(const Tensor& tiles, int64_t kind, int64_t rows, int64_t cols) {
-  TORCH_CHECK(kind >= 0 && kind <= specdec::Q8_0 && (kind == specdec::F32 || cols % 32 == 0), "unknown weight kind or odd width");
-  int64_t bytes = (rows + 15) / 16 * specdec::tile_bytes(cols, (specdec::WeightKind)kind);
-  TORCH_CHECK(tiles.is_cpu() && tiles.is_contiguous() && (int64_t)tiles.nbytes() == bytes, "tiles must be contiguous, of ", bytes, " bytes");
-}
-
 Tensor tiled_linear(const Tensor& x, const Tensor& tiles, int64_t kind, int64_t rows) {
   check(x, "x", at::kFloat, 2);
   int64_t M = x.size(0), K = x.size(1);
@@ -180,7 +142,7 @@ Tensor tiled_linear(const Tensor& x, const Tensor& tiles, int64_t kind, int64_t 
   auto k = (specdec::WeightKind)kind;
   Tensor out = at::empty({M, rows}, x.options());
   Tensor scratch = at::empty({specdec::linear_scratch_bytes(M, K, k)}, x.options().dtype(at::kByte));
-  current->linear({floats(x), read<uint8_t>(tiles), writable(out), M, rows, K, k, scratch.mutable_data_ptr(), at::get_num_threads()});
+  current->linear({floats(x), read<uint8_t>(tiles), writable(out), M, rows, K, rows, k, scratch.mutable_data_ptr(), nullptr, at::get_num_threads()});
   return out;
 }
 
@@ -242,6 +204,49 @@ std::string use_variant(const std::string& name) {
 
 }  // namespace
 
+namespace specdec {
+
+const CpuKernels* current_kernels() { return current; }
+
+void check(const at::Tensor& t, const char* name, at::ScalarType dtype, int64_t dims) {
+  TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.is_contiguous() && t.dim() == dims, name, " must be a contiguous CPU tensor of ",
+              dims, " dimensions and dtype ", dtype, ", got ", t.dim(), " dimensions, ", t.scalar_type(), t.is_contiguous() ? "" : ", strided");
+}
+
+void check_tiles(const at::Tensor& tiles, int64_t kind, int64_t rows, int64_t cols) {
+  TORCH_CHECK(kind >= 0 && kind <= Q8_0 && (kind == F32 || cols % 32 == 0), "unknown weight kind or odd width");
+  int64_t bytes = (rows + 15) / 16 * tile_bytes(cols, (WeightKind)kind);
+  TORCH_CHECK(tiles.is_cpu() && tiles.is_contiguous() && (int64_t)tiles.nbytes() == bytes, "tiles must be contiguous, of ", bytes, " bytes");
+}
+
+void check_rope(const at::Tensor& positions, const int64_t* slots, int64_t rotary_rows, int64_t slot_count) {
+  for (int64_t t = 0; t < positions.size(0); t++) {
+    int64_t p = read<int64_t>(positions)[t], s = slots[t];
+    TORCH_CHECK_INDEX(p >= 0 && p < rotary_rows, "position ", p, " is outside the rotary table of ", rotary_rows);
+    TORCH_CHECK_INDEX(s >= -1 && s < slot_count, "slot ", s, " is outside the cache of ", slot_count);
+  }
+}
+
+void check_attention(const at::Tensor& cu_query, const at::Tensor& ctx_lens, const at::Tensor& tree_len, const at::Tensor& tree_mask,
+                     const at::Tensor& positions, int64_t B, int64_t T, int64_t reach) {
+  const int32_t *cu = read<int32_t>(cu_query), *ctx = read<int32_t>(ctx_lens), *tree = read<int32_t>(tree_len);
+  TORCH_CHECK(cu[0] == 0 && cu[B] <= T, "cu_query must start at 0 and stay within ", T, " rows");
+  for (int64_t b = 0; b < B; b++) {
+    TORCH_CHECK(cu[b] <= cu[b + 1], "cu_query must not decrease");
+    TORCH_CHECK(tree[b] == 0 || (tree[b] == cu[b + 1] - cu[b] && tree[b] <= 64), "a tree's rows must be its nodes, at most 64");
+    TORCH_CHECK_INDEX(ctx[b] >= 0 && (tree[b] == 0 || ctx[b] + tree[b] <= reach), "sequence ", b, " reaches past its block table");
+    for (int64_t row = cu[b]; row < cu[b + 1]; row++) {
+      int64_t p = read<int64_t>(positions)[row];
+      uint64_t word = (uint64_t)read<int64_t>(tree_mask)[row];
+      TORCH_CHECK_INDEX(p >= 0 && p < reach, "position ", p, " of row ", row, " is outside its block table");
+      TORCH_CHECK(tree[b] == 0 || ((tree[b] == 64 || word >> tree[b] == 0) && ctx[b] + std::popcount(word) == p + 1), "row ", row,
+                  " of a tree must have one ancestor per depth, all of them nodes of the tree");
+    }
+  }
+}
+
+}  // namespace specdec
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   m.doc() = "Compiled CPU ops of specdec; signatures and meaning in specdec/ops.py.";
@@ -255,6 +260,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("move_kv", &move_kv);
   m.def("tiled_linear", &tiled_linear);
   m.def("tiled_embedding", &tiled_embedding);
+  specdec::bind_decoder_stack(m);
   m.def("gumbel_argmax", &gumbel_argmax);
   m.def("gumbel_noise", &noise<false>);
   m.def("philox_uniform", &noise<true>);

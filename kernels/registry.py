@@ -27,6 +27,7 @@ class Backend:
     rejects: called with the op's arguments, returns None (can run) or the reason why not.
     fixed_order: result bits of a row do not depend on the number of rows, on other rows, or on the thread count.
     missing: why it cannot be used in this process at all (for example: extension not built); None = usable.
+    covers: ops whose work it does itself; it steps back where an override asks for another backend of one of them.
     """
 
     name: str
@@ -35,6 +36,11 @@ class Backend:
     rejects: Callable[..., str | None] | None = None
     fixed_order: bool = True
     missing: str | None = None
+    covers: tuple[str, ...] = ()
+
+    def bypasses(self, chosen: dict[str, str]) -> str | None:
+        """The override of a covered op that running this backend would ignore, or None."""
+        return next((f"{op} is overridden" for op in self.covers if chosen.get(op, self.name) != self.name), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +68,12 @@ class Op:
                 return backend
         raise ConfigError(f"{self.name} has no backend {name!r}; it has {', '.join(b.name for b in self.backends)}", param="backend")
 
-    def select(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, fixed_order: bool = False) -> Backend:
-        """First usable backend that accepts the arguments; KernelUnavailable lists every refusal."""
-        reasons = []
+    def select(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        """First usable backend that accepts the arguments and the choice in force; KernelUnavailable lists every refusal."""
+        chosen = self.choice.get()
+        fixed_order, reasons = _FIXED in chosen, []
         for backend in self.usable.get(device, ()):
-            reason = None if backend.rejects is None else backend.rejects(*args, **kwargs)
+            reason = backend.bypasses(chosen) or (None if backend.rejects is None else backend.rejects(*args, **kwargs))
             if reason is None and (backend.fixed_order or not fixed_order):
                 return backend
             reasons.append(f"{backend.name}: {reason or 'no fixed order'}")
@@ -78,7 +85,7 @@ class Op:
         device = "cpu" if first.is_cpu else first.device.type
         if chosen:
             name = chosen.get(self.name)
-            backend = self.select(device, args, kwargs, fixed_order=_FIXED in chosen) if name is None else self.find(name)
+            backend = self.select(device, args, kwargs) if name is None else self.find(name)
             return backend.fn(*args, **kwargs)
         for backend in self.usable.get(device, ()):
             if backend.rejects is None or backend.rejects(*args, **kwargs) is None:

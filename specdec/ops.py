@@ -7,14 +7,15 @@ block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.move_kv import reference as move_reference
@@ -25,6 +26,10 @@ from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
+
+if TYPE_CHECKING:
+    from specdec.layers.decoder import DecoderStack
+    from specdec.types import Batch
 
 TABLE = Registry()
 
@@ -38,8 +43,9 @@ def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
         module = import_module("specdec._C")
     except ImportError as err:
         return {}, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
-    linear = import_module("specdec.kernels.linear.cpu")
+    linear, stack = (import_module(f"specdec.kernels.{op}.cpu") for op in ("linear", "decoder_stack"))
     bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding}
+    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare}
     return {**vars(module), **bridges}, None
 
 
@@ -60,6 +66,12 @@ def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_ca
     if qkv.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
         return _NEEDS_F32
     return None if k_cache.shape[3] % 2 == 0 else "head size must be even"
+
+
+def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], *_: Any, **__: Any) -> str | None:
+    if stack.plan is None:
+        return stack.why_not
+    return None if x.dtype is torch.float32 and caches[0][0].dtype is torch.float32 else _NEEDS_F32
 
 
 def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
@@ -89,6 +101,20 @@ _TREE_ATTENTION = _register(
     _attention_rejects,
     Backend("matmul", attention_matmul.tree_attention, fixed_order=False),
 )
+
+_STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
+_DECODER_STACK = TABLE.op("decoder_stack")
+_DECODER_STACK.add(
+    Backend(
+        "cpu",
+        _COMPILED.get("decoder_stack", stack_reference.decoder_stack),
+        ("cpu",),
+        _stack_rejects,
+        missing=_WHY_NOT,
+        covers=_STACK_PARTS,
+    )
+)
+_DECODER_STACK.add(Backend("reference", stack_reference.decoder_stack))
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
 _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
@@ -168,6 +194,22 @@ def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Te
     """Per layer, slot dst[i] gets what slot src[i] held before the call. src, dst [n] i64 flat slots, dst distinct."""
     if k_caches:
         _MOVE_KV(k_caches, v_caches, src, dst)
+
+
+def prepare_stack(stack: DecoderStack) -> tuple[Any, str | None]:
+    """(what the compiled `decoder_stack` runs, None), or (None, why it cannot run this stack). Once, at load."""
+    return (None, _WHY_NOT) if _WHY_NOT is not None else _COMPILED["prepare_stack"](stack, _HEAD_SIZES)
+
+
+def decoder_stack(
+    x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """All decoder layers and the final norm, x [T,H] -> (hidden [T,H], tapped [T,len(taps)*H] or None).
+
+    caches: (K, V) per layer, each [NB,bs,nkv,hd], written; groups: KV group per layer, an index into the batch's tables.
+    Tap j is the residual stream on entry to layer j (j = number of layers: before the final norm), in the order given.
+    """
+    return _DECODER_STACK(x, stack, batch, caches, groups, taps)
 
 
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -96,9 +96,14 @@ SPECDEC_INLINE const int64_t* row_offsets(const AttentionRow& r, bool tree, int6
   return s->own;
 }
 
-struct Task { int64_t b, row; int count; };
+struct Task {  // `count` rows of sequence b from `row` on
+  int64_t b, row;
+  int count;
+  int64_t keys;  // visible to all of them together, without a window: the measure of work
+};
 
-template <int vectors> static void attend_rows(const AttentionArgs& a, const Task& t, int64_t kv, Scratch* s) {
+// Heads [from, to) of KV head kv's group.
+template <int vectors> static void attend_rows(const AttentionArgs& a, const Task& t, int64_t kv, int64_t from, int64_t to, Scratch* s) {
   int64_t group = a.nh / a.nkv, last = 0, begin = INT64_MAX, ctx = a.ctx[t.b];
   bool tree = a.tree[t.b] > 0;
   if (tree) locate(a, t.b, ctx, ctx + a.tree[t.b], s->node);
@@ -106,7 +111,7 @@ template <int vectors> static void attend_rows(const AttentionArgs& a, const Tas
     plan_row(a, t.row + i, tree, s->rows + i);
     if (s->rows[i].position > last) last = s->rows[i].position;
     if (s->rows[i].first < begin) begin = s->rows[i].first;
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t g = from; g < to; g++) {
       Softmax& state = s->state[i * group + g];
       state.top = a.sinks ? a.sinks[kv * group + g] : -__builtin_inff();
       state.norm = a.sinks ? 1.0f : 0.0f;
@@ -122,48 +127,75 @@ template <int vectors> static void attend_rows(const AttentionArgs& a, const Tas
       int64_t hi = r.position + 1 < tile + kKeys ? r.position + 1 : tile + kKeys;
       if (lo >= hi) continue;
       const int64_t* offset = row_offsets(r, tree, ctx, tile, lo, hi, s);
-      for (int64_t g = 0; g < group; g++)
+      for (int64_t g = from; g < to; g++)
         attend_tile<vectors>(a.q + (r.row * a.nh + kv * group + g) * a.hd, a.k_cache + kv * a.hd, a.v_cache + kv * a.hd, offset,
                              (int)(hi - lo), a.scale, &s->state[i * group + g]);
     }
   }
   for (int i = 0; i < t.count; i++)
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t g = from; g < to; g++) {
       const Softmax& state = s->state[i * group + g];
       float* out = a.out + (s->rows[i].row * a.nh + kv * group + g) * a.hd;
       for (int v = 0; v < vectors; v++) store(out + 16 * v, div(load(state.acc + 16 * v), all(state.norm)));
     }
 }
 
-static void attend_task(const AttentionArgs& a, const Task& t, int64_t kv, Scratch* s) {
+static void attend_task(const AttentionArgs& a, const Task& t, int64_t kv, int64_t from, int64_t to, Scratch* s) {
   switch (a.hd / 16) {
-    case 1: return attend_rows<1>(a, t, kv, s);
-    case 2: return attend_rows<2>(a, t, kv, s);
-    case 3: return attend_rows<3>(a, t, kv, s);
-    case 4: return attend_rows<4>(a, t, kv, s);
-    case 5: return attend_rows<5>(a, t, kv, s);
-    case 6: return attend_rows<6>(a, t, kv, s);
-    case 8: return attend_rows<8>(a, t, kv, s);
-    case 16: return attend_rows<16>(a, t, kv, s);
+    case 1: return attend_rows<1>(a, t, kv, from, to, s);
+    case 2: return attend_rows<2>(a, t, kv, from, to, s);
+    case 3: return attend_rows<3>(a, t, kv, from, to, s);
+    case 4: return attend_rows<4>(a, t, kv, from, to, s);
+    case 5: return attend_rows<5>(a, t, kv, from, to, s);
+    case 6: return attend_rows<6>(a, t, kv, from, to, s);
+    case 8: return attend_rows<8>(a, t, kv, from, to, s);
+    case 16: return attend_rows<16>(a, t, kv, from, to, s);
+  }
+}
+
+static std::vector<Task> attention_tasks(int64_t B, const int32_t* cu_query, const int64_t* positions) {
+  std::vector<Task> tasks;
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t row = cu_query[b]; row < cu_query[b + 1]; row += kTaskRows) {
+      int64_t left = cu_query[b + 1] - row, keys = 0;
+      int count = (int)(left < kTaskRows ? left : kTaskRows);
+      for (int i = 0; i < count; i++) keys += positions[row + i] + 1;
+      tasks.push_back({b, row, count, keys});
+    }
+  return tasks;
+}
+
+SPECDEC_INLINE int64_t cost(const AttentionArgs& a, const Task& t) {
+  return a.window > 0 && t.keys > t.count * a.window ? t.count * a.window : t.keys;
+}
+
+// Thread `id` of `count`: a run of (task, head) pairs of about equal work, neighbouring heads of a group together.
+static void attend_share(const AttentionArgs& a, const std::vector<Task>& tasks, Scratch* s, int id, int count) {
+  int64_t group = a.nh / a.nkv, total = 0, before = 0;
+  for (const Task& t : tasks) total += cost(a, t) * a.nh;
+  for (const Task& t : tasks) {
+    int64_t work = cost(a, t);
+    for (int64_t kv = 0; kv < a.nkv; kv++) {
+      int64_t from = group, to = 0;
+      for (int64_t g = 0; g < group; g++, before += work) {
+        if ((2 * before + work) * count / (2 * total) != id) continue;  // the thread that the middle of this work falls to
+        if (from > g) from = g;
+        to = g + 1;
+      }
+      if (from < to) attend_task(a, t, kv, from, to, s);
+    }
   }
 }
 
 static void attention(const AttentionArgs& a) {
-  std::vector<Task> tasks;
+  const std::vector<Task> tasks = attention_tasks(a.B, a.cu_query, a.positions);
   int64_t work = 0;
-  for (int64_t b = 0; b < a.B; b++)
-    for (int64_t row = a.cu_query[b]; row < a.cu_query[b + 1]; row += kTaskRows) {
-      int64_t left = a.cu_query[b + 1] - row;
-      tasks.push_back({b, row, (int)(left < kTaskRows ? left : kTaskRows)});
-      work += tasks.back().count * (a.positions[row] + 1) * a.nh * a.hd;
-    }
-  int64_t total = (int64_t)tasks.size() * a.nkv;
+  for (const Task& t : tasks) work += cost(a, t) * a.nh * a.hd;
   int threads = work < 32768 ? 1 : a.threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Scratch scratch;  // not zeroed: every field is written before it is read
     scratch.state.reset(new Softmax[kTaskRows * (a.nh / a.nkv)]);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < total; i++) attend_task(a, tasks[i / a.nkv], i % a.nkv, &scratch);
+    attend_share(a, tasks, &scratch, threads > 1 ? omp_get_thread_num() : 0, threads > 1 ? omp_get_num_threads() : 1);
   }
 }

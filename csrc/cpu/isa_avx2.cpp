@@ -1,7 +1,9 @@
 // The CPU ops compiled for AVX2 with FMA and F16C.
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <vector>
 #include <omp.h>
 

@@ -1,7 +1,9 @@
 // The CPU ops compiled for AVX-512 with byte dot products (VNNI).
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <vector>
 #include <omp.h>
 

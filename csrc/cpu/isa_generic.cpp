@@ -1,7 +1,9 @@
 // The CPU ops in plain C++, for any processor, and the sizes all variants share.
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <vector>
 #include <omp.h>
 

@@ -145,13 +145,25 @@ static void dense_rows(const float* x, int64_t rows, int64_t K, const float* til
 template <int kind> static void tile_rows(const LinearArgs& a, int64_t tile, int64_t row, int64_t rows) {
   int64_t left = a.N - tile * kTile;
   int width = left < kTile ? (int)left : kTile;
-  float* out = a.out + row * a.N + tile * kTile;
+  float* out = a.out + row * a.stride + tile * kTile;
   if constexpr (kind == F32) {
-    dense_rows(a.x + row * a.K, rows, a.K, (const float*)a.tiles + tile * kTile * a.K, out, a.N, width);
+    dense_rows(a.x + row * a.K, rows, a.K, (const float*)a.tiles + tile * kTile * a.K, out, a.stride, width);
   } else {
     int64_t blocks = a.K / 32;
     const Digits* x = (const Digits*)a.scratch + row * blocks;
-    block_rows<kind>(x, rows, blocks, a.tiles + tile * blocks * Format<kind>::bytes, blocks, out, a.N, width);
+    block_rows<kind>(x, rows, blocks, a.tiles + tile * blocks * Format<kind>::bytes, blocks, out, a.stride, width);
+  }
+  if (!a.bias) return;
+  for (int64_t r = 0; r < rows; r++)
+    for (int i = 0; i < width; i++) out[r * a.stride + i] += a.bias[tile * kTile + i];
+}
+
+// Thread `id` of `count`: its run of tiles, for all rows.
+template <int kind> static void tile_share(const LinearArgs& a, int id, int count) {
+  int64_t tiles = (a.N + kTile - 1) / kTile;
+  for (int64_t row = 0; row < a.M; row += kRowChunk) {
+    int64_t rows = a.M - row < kRowChunk ? a.M - row : kRowChunk;
+    for (int64_t t = tiles * id / count; t < tiles * (id + 1) / count; t++) tile_rows<kind>(a, t, row, rows);
   }
 }
 
@@ -164,7 +176,6 @@ template <int kind> static void digit_rows(const LinearArgs& a, int64_t first, i
 }
 
 template <int kind> static void run_linear(const LinearArgs& a) {
-  int64_t tiles = (a.N + kTile - 1) / kTile;
   int threads = a.M * a.N * a.K < 65536 ? 1 : a.threads;
   bool ahead = a.M * a.K <= 4096 || threads == 1;  // cheaper than a barrier
   if (ahead) digit_rows<kind>(a, 0, a.M);
@@ -175,20 +186,22 @@ template <int kind> static void run_linear(const LinearArgs& a) {
       digit_rows<kind>(a, a.M * id / count, a.M * (id + 1) / count);
 #pragma omp barrier
     }
-    for (int64_t row = 0; row < a.M; row += kRowChunk) {
-      int64_t rows = a.M - row < kRowChunk ? a.M - row : kRowChunk;
-      for (int64_t t = tiles * id / count; t < tiles * (id + 1) / count; t++) tile_rows<kind>(a, t, row, rows);
-    }
+    tile_share<kind>(a, id, count);
+  }
+}
+
+// f<kind>() for a kind known at run time.
+template <class F> static void with_kind(WeightKind kind, F f) {
+  switch (kind) {
+    case F32: return f.template operator()<F32>();
+    case Q4_0: return f.template operator()<Q4_0>();
+    case Q4_1: return f.template operator()<Q4_1>();
+    case Q8_0: return f.template operator()<Q8_0>();
   }
 }
 
 static void linear(const LinearArgs& a) {
-  switch (a.kind) {
-    case F32: return run_linear<F32>(a);
-    case Q4_0: return run_linear<Q4_0>(a);
-    case Q4_1: return run_linear<Q4_1>(a);
-    case Q8_0: return run_linear<Q8_0>(a);
-  }
+  with_kind(a.kind, [&]<int kind>() { run_linear<kind>(a); });
 }
 
 // Row `id` of the weight, dequantised: d * q (+ m), rounded after each operation like the reference.

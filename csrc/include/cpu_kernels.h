@@ -12,10 +12,11 @@ enum WeightKind { F32 = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };  // order of KINDS in
 struct LinearArgs {
   const float* x;        // [M, K]
   const uint8_t* tiles;  // layout in kernels/linear/tiles.py
-  float* out;            // [M, N]
-  int64_t M, N, K;
+  float* out;            // [M, N], rows `stride` apart
+  int64_t M, N, K, stride;
   WeightKind kind;
-  void* scratch;  // `linear_scratch_bytes` bytes, 64-byte aligned
+  void* scratch;      // `linear_scratch_bytes` bytes, 64-byte aligned
+  const float* bias;  // [N] or null
   int threads;
 };
 
@@ -80,6 +81,50 @@ struct NoiseArgs {
   int threads;
 };
 
+struct LinearPart {
+  const uint8_t* tiles;
+  int64_t rows;
+  WeightKind kind;
+};
+
+struct StackLinear {  // parts stacked along rows
+  const LinearPart* parts;
+  int count;
+  const float* bias;  // [N] or null
+  int64_t N, K;
+};
+
+struct StackLayer {
+  const float *input_norm, *post_norm;  // [H]
+  StackLinear qkv, out, gate_up, down;
+  int64_t window;  // <= 0: none
+};
+
+struct StackCache {  // of one layer
+  float *k, *v;   // [NB, bs, nkv, hd]
+  int64_t group;  // which table and slots
+};
+
+struct StackArgs {
+  const StackLayer* layers;  // [count]
+  const StackCache* caches;  // [count]
+  int64_t count;
+  const float *norm, *cos, *sin;  // [H], [P, hd / 2] twice
+  float eps, scale;
+  int64_t H, I, nh, nkv, hd;
+  const float* x;                        // [T, H]
+  const int64_t *positions, *words;      // [T]
+  const int32_t *cu_query, *ctx, *tree;  // [B + 1], [B], [B]
+  const int32_t* tables;                 // [G, B, table_width]
+  const int64_t* slots;                  // [G, T]
+  int64_t T, B, block_size, table_width;
+  const int64_t* tap_layers;  // [tap_count], each in 0…count
+  int64_t tap_count;
+  float *hidden, *taps;  // [T, H], [T, tap_count * H]
+  int threads;
+  void* scratch;  // `stack_bytes` bytes, 64-byte aligned
+};
+
 struct CpuKernels {
   const char* name;
   void (*linear)(const LinearArgs&);
@@ -90,6 +135,8 @@ struct CpuKernels {
   void (*silu_mul)(const float* gate_up, float* out, int64_t T, int64_t I);
   void (*gumbel_argmax)(const ArgmaxArgs&);
   void (*noise)(const NoiseArgs&);
+  int64_t (*stack_bytes)(const StackArgs&);
+  void (*decoder_stack)(const StackArgs&);
 };
 
 int64_t linear_scratch_bytes(int64_t M, int64_t K, WeightKind kind);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from specdec import ops
 from specdec.errors import UnsupportedCheckpoint
 from specdec.layers.attention import Attention, KVStore
+from specdec.layers.decoder import DecoderStack, Layer
 from specdec.layers.embedding import make_embedding
 from specdec.layers.linear import Linear, RawWeight, make_linear
 from specdec.layers.norm import RMSNorm
@@ -19,17 +19,6 @@ from specdec.layers.rotary import Rotary
 from specdec.models.config import ModelConfig
 from specdec.models.weights import Weights, check_all_used
 from specdec.types import Batch
-
-
-@dataclass(slots=True)
-class Layer:
-    """Pre-norm attention and SwiGLU blocks around one residual stream."""
-
-    input_norm: RMSNorm
-    attention: Attention
-    post_norm: RMSNorm
-    gate_up: Linear  # [H] -> [2 I], gate first
-    down: Linear  # [I] -> [H]
 
 
 class LlamaModel:
@@ -43,8 +32,7 @@ class LlamaModel:
         build = _Builder(config, weights, device, dtype, deterministic)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
-        self.layers = [build.layer(i) for i in range(config.num_layers)]
-        self.norm = build.norm("model.norm")
+        self.stack = DecoderStack([build.layer(i) for i in range(config.num_layers)], build.norm("model.norm"))
         self.lm_head = self.embedding.head() if config.tied else build.head()
         check_all_used(weights, build.used, tied=config.tied)
 
@@ -55,7 +43,7 @@ class LlamaModel:
         the order given.
         """
         with self._numerics():
-            return self._forward(batch, kv, taps)
+            return self.stack(self.embedding(batch.input_ids), batch, kv, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] hidden states after the final norm -> [R, V] f32."""
@@ -66,25 +54,14 @@ class LlamaModel:
         """In deterministic mode, only backends with a fixed order of reduction may run."""
         return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
 
-    def _forward(self, batch: Batch, kv: KVStore, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        groups = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))  # views, made once a step
-        tapped: dict[int, Tensor] = {}
-        residual = self.embedding(batch.input_ids)
-        branch: Tensor | None = None  # output of the last block, not yet added to the stream
-        for index, layer in enumerate(self.layers):
-            if branch is None:
-                x = layer.input_norm(residual)
-            else:
-                x, residual = layer.input_norm.add(branch, residual)
-            if index in taps:
-                tapped[index] = residual
-            mixed = layer.attention(x, batch, *groups[kv.group_of(index)], kv.layer(index))
-            x, residual = layer.post_norm.add(mixed, residual)
-            branch = layer.down(ops.silu_mul(layer.gate_up(x)))
-        assert branch is not None  # a config has at least one layer
-        hidden, residual = self.norm.add(branch, residual)
-        tapped[len(self.layers)] = residual
-        return hidden, torch.cat([tapped[j] for j in taps], dim=-1) if taps else None
+    @property
+    def layers(self) -> list[Layer]:
+        return self.stack.layers
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The final norm."""
+        return self.stack.norm
 
 
 class _Builder:

@@ -13,6 +13,9 @@ from specdec import ops
 from specdec.kernels.cases import CASES, Case
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.registry import Backend
+from tests.kernels.stack_cases import stack_cases
+
+ALL_CASES = {**CASES, "decoder_stack": stack_cases}
 
 
 def variants() -> list[str]:
@@ -95,4 +98,4 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
 
 
 def cases(op: str) -> list[Case]:
-    return list(CASES[op]())
+    return list(ALL_CASES[op]())

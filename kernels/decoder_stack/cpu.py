@@ -1,0 +1,79 @@
+"""All decoder layers in one compiled call (`csrc/cpu/stack.h`): the bits of the single compiled ops, one parallel region.
+
+`prepare` hands a stack's weights to the extension once; the result goes with the stack. Importing this needs `specdec._C`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from specdec import _C
+from specdec.kernels.linear.tiles import KINDS, TiledWeight
+
+if TYPE_CHECKING:
+    from specdec.layers.decoder import DecoderStack, Layer
+    from specdec.layers.linear import Linear
+    from specdec.types import Batch
+
+
+def prepare(stack: DecoderStack, head_sizes: Sequence[int]) -> tuple[_C.DecoderStack | None, str | None]:
+    """(plan, None), or (None, why this stack cannot run in one compiled call). The weights are shared, not copied."""
+    reason = _refuse(stack, head_sizes)
+    if reason is not None:
+        return None, reason
+    attention = stack.layers[0].attention
+    layers = [_layer(layer) for layer in stack.layers]
+    rotary = attention.rotary
+    return _C.DecoderStack(layers, stack.norm.weight, rotary.cos, rotary.sin, eps=stack.norm.eps, scale=attention.scale), None
+
+
+def decoder_stack(
+    x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """Shapes and meaning in `specdec.ops.decoder_stack`."""
+    hidden, tapped = stack.plan.run(
+        x,
+        batch.positions,
+        batch.cu_query,
+        batch.ctx_lens,
+        batch.tree_len,
+        batch.tree_mask,
+        batch.block_tables,
+        batch.slot_mapping,
+        caches,
+        groups,
+        taps,
+    )
+    return hidden, tapped if taps else None
+
+
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    return layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down
+
+
+def _tiles(linear: Linear) -> list[TiledWeight] | None:
+    return getattr(linear.method, "parts", None)
+
+
+def _refuse(stack: DecoderStack, head_sizes: Sequence[int]) -> str | None:
+    """Why the stack cannot be compiled in, or None."""
+    if not all(_tiles(linear) for layer in stack.layers for linear in _linears(layer)):
+        return "weights are not tiled"
+    if stack.layers[0].attention.rotary.cos.shape[1] * 2 not in head_sizes:
+        return f"compiled for head sizes {tuple(head_sizes)} only"
+    rotation = {(id(layer.attention.rotary), layer.attention.scale) for layer in stack.layers}
+    eps = {norm.eps for layer in stack.layers for norm in (layer.input_norm, layer.post_norm, stack.norm)}
+    return "layers differ in rotary tables, attention scale or eps" if len(rotation) > 1 or len(eps) > 1 else None
+
+
+def _layer(layer: Layer) -> tuple[Any, ...]:
+    qkv, out, gate_up, down = (_linear(linear) for linear in _linears(layer))
+    return layer.input_norm.weight, qkv, out, layer.post_norm.weight, gate_up, down, layer.attention.window
+
+
+def _linear(linear: Linear) -> tuple[list[tuple[Tensor, int, int]], int, Tensor | None]:
+    parts = [(w.data, KINDS.index(w.kind), w.rows) for w in _tiles(linear) or []]
+    return parts, linear.in_features, linear.bias

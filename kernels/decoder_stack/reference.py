@@ -1,0 +1,37 @@
+"""All decoder layers and the final norm: the layers' own ops, one after the other. Any device, dtype and weight format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdec.layers.decoder import DecoderStack
+    from specdec.types import Batch
+
+
+def decoder_stack(
+    x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """Shapes and meaning in `specdec.ops.decoder_stack`."""
+    views = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))  # made once a step
+    tapped: dict[int, Tensor] = {}
+    residual = x
+    branch: Tensor | None = None  # output of the last block, not yet added to the stream
+    for index, layer in enumerate(stack.layers):
+        if branch is None:
+            x = layer.input_norm(residual)
+        else:
+            x, residual = layer.input_norm.add(branch, residual)
+        if index in taps:
+            tapped[index] = residual
+        mixed = layer.attention(x, batch, *views[groups[index]], caches[index])
+        x, residual = layer.post_norm.add(mixed, residual)
+        branch = layer.mlp(x)
+    assert branch is not None  # a config has at least one layer
+    hidden, residual = stack.norm.add(branch, residual)
+    tapped[len(stack.layers)] = residual
+    return hidden, torch.cat([tapped[j] for j in taps], dim=-1) if taps else None

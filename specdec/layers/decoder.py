@@ -1,0 +1,46 @@
+"""The decoder layers of a model and its final norm, run as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec import ops
+from specdec.layers.attention import Attention, KVStore
+from specdec.layers.linear import Linear
+from specdec.layers.norm import RMSNorm
+from specdec.types import Batch
+
+
+@dataclass(slots=True)
+class Layer:
+    """Pre-norm attention and SwiGLU blocks around one residual stream."""
+
+    input_norm: RMSNorm
+    attention: Attention
+    post_norm: RMSNorm
+    gate_up: Linear  # [H] -> [2 I], gate first
+    down: Linear  # [I] -> [H]
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+class DecoderStack:
+    """Layers and final norm. Their weights are fixed from here on.
+
+    plan: the stack prepared for one compiled call, or None where that is not possible, with the reason in `why_not`.
+    """
+
+    def __init__(self, layers: list[Layer], norm: RMSNorm):
+        self.layers = layers
+        self.norm = norm
+        self.plan, self.why_not = ops.prepare_stack(self)
+
+    def __call__(self, x: Tensor, batch: Batch, kv: KVStore, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """x [T, H] -> (hidden [T, H] after the final norm, tapped [T, len(taps)·H] or None); K and V of the rows go into `kv`."""
+        indices = range(len(self.layers))
+        return ops.decoder_stack(x, self, batch, [kv.layer(i) for i in indices], [kv.group_of(i) for i in indices], taps)
