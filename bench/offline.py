@@ -79,8 +79,8 @@ def run_domain(domain: str, engines: dict[str, Any], args: argparse.Namespace) -
 
 def make_engines(args: argparse.Namespace) -> dict[str, Any]:
     engines: dict[str, Any] = {
-        "off": LLM(args.model, speculation="off", enable_prefix_caching=False),
-        "on": LLM(args.model, speculation=args.speculation, enable_prefix_caching=False),
+        "off": LLM(args.model, speculation="off", device=args.device, enable_prefix_caching=False),
+        "on": LLM(args.model, speculation=args.speculation, device=args.device, enable_prefix_caching=False),
     }
     threads = str(torch.get_num_threads())
     for dtype in args.hf:
@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--speculation", default="auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--domains", nargs="*", default=DOMAINS)
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -111,6 +112,7 @@ def main() -> None:
         "bench": "offline",
         "model": args.model,
         "speculation": args.speculation,
+        "device": args.device,
         "max_tokens": args.max_tokens,
         "batch": 1,
         "peers": {name: e.info for name, e in engines.items() if isinstance(e, Peer)},
