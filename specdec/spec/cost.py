@@ -17,11 +17,13 @@ import bisect
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import platform
 import statistics
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -33,6 +35,7 @@ import torch
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
 PAIRS = 3  # timings per ratio
+MEASURE_SECONDS = 3.0  # after that long, larger row counts are extrapolated; real steps correct them
 HOPE = 0.8  # share of the table's difference to the nearest visited bucket that an unvisited one is expected to cost
 FORMAT = 2  # of the cached table
 TRUST = 1.4  # a kept ratio may differ from a fresh one by this factor
@@ -209,9 +212,17 @@ def measure_costs(
                 return CostModel(table)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
+    logging.getLogger("specdec").info("measuring what a step costs on this machine (some seconds, kept for the next start)")
     ones: list[float] = []
-    times = {1: 1.0} | {r: _ratio(measure, (1, near), (r, near), ones) for r in rows[1:]}
-    longer = {r: _ratio(measure, (r, near), (r, far)) for r in rows if r in FAR_ROWS}
+    times, start = {1: 1.0}, time.monotonic()
+    longer = {1: _ratio(measure, (1, near), (1, far))}
+    for r, before in zip(rows[1:], rows, strict=False):
+        if time.monotonic() - start > MEASURE_SECONDS:
+            times[r] = times[before] * r / before  # rows beyond some count cost in proportion, at worst
+            continue
+        times[r] = _ratio(measure, (1, near), (r, near), ones)
+        if r in FAR_ROWS:
+            longer[r] = _ratio(measure, (r, near), (r, far))
     one = statistics.median(ones or [measure(1, near)])
     table = CostTable(rows, (near, far), [one * times[r] for r in rows], {r: one * times[r] * x for r, x in longer.items()})
     if path is not None:
