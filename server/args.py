@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from specdec.config import METHODS, VERIFY_MODES, EngineConfig, SpecConfig
@@ -34,12 +35,18 @@ _SPEC_FLAGS: tuple[tuple[str, str, type, str], ...] = (
 )
 
 
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser; defaults of engine flags are those of `EngineConfig`."""
     p = argparse.ArgumentParser(prog="python -m specdec.server", description="OpenAI-compatible server with speculative decoding")
     p.add_argument("--model", default=EngineConfig().model, help="known name, directory, .gguf file or hub id (default: %(default)s)")
     p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=int, default=8000)
+    p.add_argument("--port", type=_port, default=8000, help="0 = any free one (default: %(default)s)")
     p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
     p.add_argument("--api-key", help="clients must send it as a bearer token; default: open")
     p.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get 429 (default: %(default)s)")

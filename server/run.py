@@ -7,13 +7,16 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from specdec.errors import ConfigError
 from specdec.metrics import Metrics
 from specdec.server.app import create_app
+from specdec.server.listen import listen
 from specdec.server.loop import Engine, EngineLoop, State
 from specdec.server.service import Settings
 
@@ -30,24 +33,15 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    build: Callable[[], Engine], settings: Settings, *, host: str, port: int, drain_timeout: float, access_log: bool = False
+    build: Callable[[], Engine], settings: Settings, sockets: list[socket.socket], *, url: str, drain_timeout: float, access_log: bool
 ) -> int:
-    """Serve until told to stop; the exit code.
+    """Serve on listening sockets until told to stop; the exit code.
 
     First SIGTERM or SIGINT: refuse new work, finish what was accepted (at most `drain_timeout` seconds), return 0. Second:
-    exit at once. Returns 1 when the model cannot be loaded or the port is taken.
+    exit at once. Returns 1 when the model cannot be loaded.
     """
     loop = EngineLoop(build, Metrics())
-    config = uvicorn.Config(
-        create_app(loop, settings),
-        host=host,
-        port=port,
-        log_config=None,
-        log_level="warning",
-        access_log=access_log,
-        timeout_graceful_shutdown=10,
-    )
-    server = _Server(config)
+    server = _server(loop, settings, access_log)
     stop = asyncio.Event()
     signals = 0
 
@@ -62,10 +56,10 @@ async def serve(
 
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    watch = asyncio.create_task(_watch(loop, server, stop, drain_timeout, f"http://{host}:{port}"))
+    watch = asyncio.create_task(_watch(loop, server, stop, drain_timeout, url))
     try:
-        await server.serve()
-    except SystemExit:  # uvicorn could not bind; it has logged why
+        await server.serve(sockets=sockets)
+    except SystemExit:  # the application could not start; uvicorn has logged why
         return 1
     finally:
         watch.cancel()
@@ -73,6 +67,12 @@ async def serve(
     if loop.thread_alive:  # inside a step that does not end; the interpreter must not be torn down under it
         _exit(code)
     return code
+
+
+def _server(loop: EngineLoop, settings: Settings, access_log: bool) -> _Server:
+    """uvicorn around the application; its own start and stop messages are replaced by ours."""
+    app = create_app(loop, settings)
+    return _Server(uvicorn.Config(app, log_config=None, log_level="warning", access_log=access_log, timeout_graceful_shutdown=10))
 
 
 async def _watch(loop: EngineLoop, server: uvicorn.Server, stop: asyncio.Event, drain_timeout: float, url: str) -> None:
@@ -111,5 +111,15 @@ def _exit(code: int) -> None:
 
 
 def run(build: Callable[[], Engine], settings: Settings, *, host: str, port: int, drain_timeout: float, access_log: bool = False) -> int:
-    """`serve` on a new event loop."""
-    return asyncio.run(serve(build, settings, host=host, port=port, drain_timeout=drain_timeout, access_log=access_log))
+    """Take the port, then `serve` on a new event loop. Exit code 1, with nothing loaded, when the port cannot be had."""
+    try:
+        sockets = listen(host, port)
+    except ConfigError as error:
+        log.critical("%s", error)
+        return 1
+    url = f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}"
+    try:
+        return asyncio.run(serve(build, settings, sockets, url=url, drain_timeout=drain_timeout, access_log=access_log))
+    finally:
+        for sock in sockets:
+            sock.close()

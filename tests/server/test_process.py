@@ -15,6 +15,10 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.errors import ConfigError
 from specdec.server import args as command_line
 from specdec.server.__main__ import main
+from specdec.server.listen import listen
+from specdec.server.run import run
+from specdec.server.service import Settings
+from tests.server.fake_engine import FakeEngine
 from tests.server.net import until
 from tests.server.process import ROOT, process
 
@@ -58,12 +62,51 @@ def test_a_model_that_cannot_be_loaded_is_exit_code_1() -> None:
         assert server.wait() == 1
 
 
-def test_a_port_that_is_taken_is_exit_code_1() -> None:
+def test_a_port_that_is_taken_is_exit_code_1_before_anything_is_loaded() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        code = [sys.executable, "-m", "tests.server.process", str(sock.getsockname()[1])]
-        assert subprocess.run(code, cwd=ROOT, capture_output=True, timeout=120).returncode == 1
+        port = str(sock.getsockname()[1])
+        done = subprocess.run([sys.executable, "-m", "tests.server.process", port], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and f"port {port}" in done.stderr
+        assert "ready:" not in done.stderr and "loading" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_model_is_not_built_when_the_port_is_taken() -> None:
+    built: list[FakeEngine] = []
+
+    def build() -> FakeEngine:
+        built.append(FakeEngine())
+        return built[-1]
+
+    (held,) = listen("127.0.0.1", 0)
+    with held:
+        code = run(build, Settings(), host="127.0.0.1", port=held.getsockname()[1], drain_timeout=1.0)
+    assert code == 1 and not built
+
+
+def test_every_address_of_a_host_listens_on_one_port() -> None:
+    sockets = listen("localhost", 0)
+    try:
+        assert len({sock.getsockname()[1] for sock in sockets}) == 1
+        with socket.create_connection(("localhost", sockets[0].getsockname()[1]), 60):
+            pass
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_a_host_that_is_not_here_is_named() -> None:
+    for host in ("203.0.113.7", "x" * 80):
+        with pytest.raises(ConfigError, match=host):
+            listen(host, 0)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999", "8000.0", "eight", ""])
+def test_a_port_outside_the_range_is_refused_by_the_parser(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([f"--port={port}"])
+    assert caught.value.code == 2 and "65535" in capsys.readouterr().err
 
 
 def test_flags_become_arguments_of_llm() -> None:
