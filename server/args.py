@@ -41,6 +41,15 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _key(text: str) -> str:
+    """A key that a client can send as a bearer token and that is compared as it is."""
+    if not re.fullmatch("[!-~]+", text):
+        raise argparse.ArgumentTypeError(
+            "the key must be printable ASCII without blanks, at least one character; leave the flag out to serve openly"
+        )
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser; defaults of engine flags are those of `EngineConfig`."""
     p = argparse.ArgumentParser(prog="python -m specdec.server", description="OpenAI-compatible server with speculative decoding")
@@ -48,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=_port, default=8000, help="0 = any free one (default: %(default)s)")
     p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
-    p.add_argument("--api-key", help="clients must send it as a bearer token; default: open")
+    p.add_argument("--api-key", type=_key, help="clients must send it as a bearer token; default: open")
     p.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get 429 (default: %(default)s)")
     p.add_argument("--drain-timeout", type=float, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
     p.add_argument("--strict", action="store_true", help="refuse unknown request fields instead of naming them in a header")

@@ -135,3 +135,10 @@ def test_settings_that_cannot_work_end_it_before_anything_is_loaded(capsys: pyte
         command_line.llm_arguments(command_line.parser().parse_args(["--nodes", "1"]))
     assert main(["--nodes", "1"]) == 2
     assert "nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t", "a key", " key", "schlüssel", "k\n"])
+def test_a_key_that_no_client_could_send_is_refused_by_the_parser(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([f"--api-key={key}"])
+    assert caught.value.code == 2 and "--api-key" in capsys.readouterr().err
