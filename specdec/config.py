@@ -9,31 +9,38 @@ import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
-from specdec.errors import ConfigError, InvalidRequest
+from specdec.errors import ConfigError, InvalidRequest, SpecdecError
 
 METHODS = ("auto", "off", "ngram", "suffix", "draft_model", "eagle3", "peagle")
 TEST_METHODS = ("oracle", "wrong", "mix")  # ordinary proposers, for tests and benchmarks of the machinery
 VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
 GREEDY_BELOW = 1e-6  # temperatures that count as 0
 MAX_NODES = 64  # one 64-bit ancestor word per node, root included
+_USERS = {  # fields of SpecConfig that only some methods read
+    "head": ("eagle3", "peagle"),
+    "model": ("draft_model",),
+    "corpus": ("auto", "ngram", "suffix"),
+    "mix_p": ("mix",),
+}
 
 
-def _require(ok: bool, message: str, param: str) -> None:
+def _require(ok: bool, message: str, param: str, error: type[SpecdecError] = InvalidRequest) -> None:
     if not ok:
-        raise InvalidRequest(message, param=param)
+        raise error(message, param=param)
 
 
-def _number(value: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+def _number(value: Any, name: str, low: float, high: float, error: type[SpecdecError] = InvalidRequest, *, low_open: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     ok = ok and (value > low if low_open else value >= low) and value <= high
-    _require(ok, f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {value!r}", name)
+    _require(ok, f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {value!r}", name, error)
 
 
-def _integer(value: Any, name: str, low: int, high: int) -> None:
+def _integer(value: Any, name: str, low: int, high: int, error: type[SpecdecError] = InvalidRequest) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(ok, f"{name} must be an integer in [{low}, {high}], got {value!r}", name)
+    _require(ok, f"{name} must be an integer in [{low}, {high}], got {value!r}", name, error)
 
 
 def _ids(values: Any, name: str) -> None:
@@ -59,8 +66,8 @@ class SamplingParams:
     logprobs / prompt_logprobs: number of top alternatives (0 = only the token's own), None = off. `logprobs_mode`
     "raw" is the log-softmax of the row before temperature and penalties, "processed" after all of them.
     prediction: text the output is expected to resemble (OpenAI `prediction`), a source for the n-gram drafters.
-    speculation: per-request override, e.g. {"method": "off"} or {"method": "ngram", "nodes": 8}; it can only narrow
-    what the engine was started with.
+    speculation: per-request override, e.g. {"method": "ngram", "nodes": 8}, or a method name such as "off" for {"method": "off"};
+    it can only narrow what the engine was started with.
     """
 
     n: int = 1
@@ -87,17 +94,19 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     prediction: str | Seq[int] | None = None
-    speculation: dict[str, Any] | None = None
+    speculation: Any = None  # dict of fields, method name, or None; kept as a dict
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculation, str):
+            object.__setattr__(self, "speculation", {"method": self.speculation})
         _integer(self.n, "n", 1, 128)
         _number(self.temperature, "temperature", 0.0, 100.0)
         _integer(self.top_k, "top_k", -1, 2**31 - 1)
         _number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
         _number(self.min_p, "min_p", 0.0, 1.0)
         _number(self.typical_p, "typical_p", 0.0, 1.0, low_open=True)
-        _number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
-        _number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(getattr(self, name), name, -2.0, 2.0)
         _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
         _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None:
@@ -170,30 +179,33 @@ class SpecConfig:
             raise ConfigError(f"speculation method {self.method!r} is unknown; choose one of {', '.join(METHODS)}", param="method")
         if self.verify not in VERIFY_MODES:
             raise ConfigError(f"verify {self.verify!r} is unknown; choose one of {', '.join(VERIFY_MODES)}", param="verify")
-        if self.policy not in ("auto", "fixed"):
-            raise ConfigError(f"policy must be 'auto' or 'fixed', got {self.policy!r}", param="policy")
-        for name, low, high in (
-            ("nodes", 2, MAX_NODES),
-            ("depth", 1, MAX_NODES - 1),
-            ("width", 1, MAX_NODES - 1),
-            ("ngram_min", 1, 64),
-            ("ngram_max", 1, 64),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name)
+        _require(self.policy in ("auto", "fixed"), f"policy must be 'auto' or 'fixed', got {self.policy!r}", "policy", ConfigError)
+        for name in ("nodes", "depth", "width"):
+            _integer(getattr(self, name), name, 2 if name == "nodes" else 1, MAX_NODES - (name != "nodes"), ConfigError)
+        for name in ("ngram_min", "ngram_max"):
+            _integer(getattr(self, name), name, 1, 64, ConfigError)
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}", param="ngram_min")
-        if not 0.0 <= self.mix_p <= 1.0:
-            raise ConfigError("mix_p must be in [0, 1]", param="mix_p")
+        _number(self.mix_p, "mix_p", 0.0, 1.0, ConfigError)
+        self._check_users()
         self._check_synthetic()
+
+    def _check_users(self) -> None:
+        """Refuse what the method would ignore."""
+        for name, methods in _USERS.items():
+            value = getattr(self, name)
+            ok = name == "mix_p" or value is None or (isinstance(value, (str, PathLike)) and value != "")
+            _require(ok, f"{name} must be a name or path, got {value!r}", name, ConfigError)
+            used = self.method in methods or value == SpecConfig.__dataclass_fields__[name].default
+            _require(used, f"method {self.method!r} does not use {name}; drop it, or choose {' or '.join(methods)}", name, ConfigError)
 
     def _check_synthetic(self) -> None:
         rates = self.synthetic_acceptance
         if (self.verify == "synthetic") != (rates is not None):
             raise ConfigError("synthetic_acceptance and verify='synthetic' go together", param="synthetic_acceptance")
         if rates is not None:
-            ok = len(rates) > 0 and all(0.0 <= r <= 1.0 for r in rates) and all(a >= b for a, b in itertools.pairwise(rates))
+            ok = isinstance(rates, (list, tuple)) and len(rates) > 0 and all(isinstance(r, (int, float)) for r in rates)
+            ok = ok and all(0.0 <= r <= 1.0 for r in rates) and all(a >= b for a, b in itertools.pairwise(rates))
             if not ok:
                 raise ConfigError("synthetic_acceptance must be non-increasing rates in [0, 1]", param="synthetic_acceptance")
 
@@ -210,6 +222,19 @@ class SpecConfig:
             return cls(**value)
         except TypeError as err:
             raise ConfigError(f"speculation: {err}", param="speculation") from None
+
+
+_SIZES = (  # integers of EngineConfig: least and largest value
+    ("block_size", 1, 1024),
+    ("num_kv_blocks", 1, 2**31 - 1),
+    ("kv_cache_bytes", 1, 2**50),
+    ("max_model_len", 2, 2**31 - 1),
+    ("max_num_seqs", 1, 4096),
+    ("max_num_batched_tokens", 1, 2**20),
+    ("tensor_parallel_size", 1, 1),  # more than one is not supported yet
+    ("seed", -(2**63), 2**64 - 1),
+    ("max_queue", 0, 2**31 - 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +271,29 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        positive = ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
-        optional = ("num_kv_blocks", "max_model_len")
-        for name in positive + tuple(n for n in optional if getattr(self, n) is not None):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {getattr(self, name)!r}", param=name)
-        if self.tensor_parallel_size != 1:
-            raise ConfigError("tensor_parallel_size > 1 is not supported yet; use 1", param="tensor_parallel_size")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError("load_format must be 'auto' or 'dummy'", param="load_format")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError("gpu_memory_utilization must be in (0, 1]", param="gpu_memory_utilization")
-        if self.max_queue is not None and self.max_queue < 0:
-            raise ConfigError("max_queue must be >= 0", param="max_queue")
+        for name, low, high in _SIZES:
+            value = getattr(self, name)
+            if value is None and EngineConfig.__dataclass_fields__[name].default is None:
+                continue
+            if name == "max_model_len" and value == 1:
+                raise ConfigError("max_model_len must be at least 2: one token of prompt and one of output", param=name)
+            _integer(value, name, low, high, ConfigError)
+        _number(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, ConfigError, low_open=True)
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        ok = isinstance(self.model, (str, PathLike)) and str(self.model) != ""
+        _require(ok, f"model must be a known name, a path or a hub id, got {self.model!r}", "model", ConfigError)
+        kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
+            "speculation": (SpecConfig, "a SpecConfig (see SpecConfig.of)"),
+            **dict.fromkeys(("enable_prefix_caching", "deterministic", "trace"), (bool, "True or False")),
+            **dict.fromkeys(("device", "dtype", "kv_dtype"), (str, "a string")),
+            "quantization": ((str, type(None)), "a string or None"),
+        }
+        for name, (kind, wanted) in kinds.items():
+            value = getattr(self, name)
+            _require(isinstance(value, kind), f"{name} must be {wanted}, got {value!r}", name, ConfigError)
+        _require(self.load_format in ("auto", "dummy"), "load_format must be 'auto' or 'dummy'", "load_format", ConfigError)
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with these fields replaced."""

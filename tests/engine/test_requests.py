@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specdec.config import SamplingParams
-from specdec.errors import InvalidRequest, QueueFull, RequestTooLong, SpecdecError
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import ConfigError, InvalidRequest, QueueFull, RequestTooLong, SpecdecError
 from tests.harness import GREEDY, VOCAB, P, chain, engine, run
 
 
@@ -88,7 +88,7 @@ def test_duplicate_id() -> None:
         ({"nodes": 65}, "speculation.nodes"),
         ({"depth": "4"}, "speculation.depth"),
         ({"width": True}, "speculation.width"),
-        ("off", "speculation"),
+        ("medusa", "speculation.method"),
         ([], "speculation"),
     ],
     ids=repr,
@@ -133,6 +133,80 @@ def test_bad_sampling_parameters(field: str, values: list[Any]) -> None:
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**{field: value})
         assert caught.value.param == field, f"{field}={value!r}"
+
+
+def test_method_name_for_speculation() -> None:
+    assert SamplingParams(speculation="off") == SamplingParams(speculation={"method": "off"})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "model": [None, 5, "", ["m"]],
+        "speculation": [None, "ngram", {}],
+        "gpu_memory_utilization": ["a", 0, 1.1, True, None],
+        "max_queue": ["a", -1, 1.5, True],
+        "max_num_seqs": [True, 0, 10**9, "8", None],
+        "max_num_batched_tokens": [0, 2**40],
+        "block_size": [0, 2**30],
+        "num_kv_blocks": [0, 2**40, "many"],
+        "kv_cache_bytes": [0, 2**70, None],
+        "max_model_len": [0, 1, 1.5],
+        "tensor_parallel_size": [0, 2, "a"],
+        "seed": ["a", None, 2**64],
+        "load_format": ["fast", 5, []],
+        **{key: ["yes", 1, None] for key in ("deterministic", "enable_prefix_caching", "trace")},
+        **{key: [5, None] for key in ("device", "dtype", "kv_dtype")},
+        "quantization": [5, True],
+    }.items(),
+)
+def test_bad_engine_settings(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(**{field: value})
+        assert caught.value.param == field and field in caught.value.message, f"{field}={value!r}"
+
+
+def test_least_model_len() -> None:
+    with pytest.raises(ConfigError, match="at least 2"):
+        EngineConfig(max_model_len=1)
+    assert EngineConfig(max_model_len=2).max_model_len == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "param"),
+    [
+        ("ngram", {"head": "x"}, "head"),
+        ("auto", {"head": "x"}, "head"),
+        ("ngram", {"model": "x"}, "model"),
+        ("auto", {"model": "x"}, "model"),
+        ("off", {"corpus": "x"}, "corpus"),
+        ("draft_model", {"corpus": "x"}, "corpus"),
+        ("ngram", {"mix_p": 0.5}, "mix_p"),
+        ("draft_model", {"model": ""}, "model"),
+        ("ngram", {"corpus": 5}, "corpus"),
+        ("mix", {"mix_p": "a"}, "mix_p"),
+    ],
+)
+def test_fields_that_the_method_ignores(method: str, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpecConfig(method=method, **fields)
+    assert caught.value.param == param and param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("eagle3", {"head": "x"}),
+        ("draft_model", {"model": "x"}),
+        ("auto", {"corpus": "x"}),
+        ("mix", {"mix_p": 0.5}),
+        ("off", {"mix_p": 0.7}),
+    ],
+)
+def test_fields_that_the_method_uses(method: str, fields: dict[str, Any]) -> None:
+    made = SpecConfig(method=method, **fields)
+    assert {name: getattr(made, name) for name in fields} == fields
 
 
 def test_min_tokens_beyond_max_tokens() -> None:
