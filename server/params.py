@@ -29,6 +29,7 @@ _SHARED = (
     "skip_special_tokens",
     "seed",
     "prompt_logprobs",
+    "logprobs_mode",
 )  # fields of the same name and meaning in SamplingParams
 
 

@@ -25,6 +25,14 @@ Text = Annotated[str, AfterValidator(_valid_unicode)]
 Word = Annotated[Text, Field(min_length=1)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
+# Sampling methods of other servers.
+_SAMPLERS = (
+    *("tfs_z", "tfs", "top_a", "top_n_sigma", "eta_cutoff", "epsilon_cutoff", "penalty_alpha", "adaptive_target", "adaptive_decay"),
+    *("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta", "xtc_probability", "xtc_threshold"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_range", "dry_sequence_breakers"),
+    *("dynatemp_range", "dynatemp_exponent", "dynamic_temperature", "dynatemp_low", "dynatemp_high"),
+    *("smoothing_factor", "smoothing_curve", "skew"),
+)
 # Fields of other servers that change which tokens come out, with what to use instead. Refused, never ignored.
 UNSUPPORTED: dict[str, str] = {
     "tools": "tool calling is not supported",
@@ -56,19 +64,6 @@ UNSUPPORTED: dict[str, str] = {
     "min_new_tokens": "use min_tokens",
     "stop_sequences": "use stop",
     "typical": "use typical_p",
-    "tfs_z": "not a supported sampling method",
-    "top_a": "not a supported sampling method",
-    "top_n_sigma": "not a supported sampling method",
-    "mirostat": "not a supported sampling method",
-    "mirostat_tau": "not a supported sampling method",
-    "mirostat_eta": "not a supported sampling method",
-    "dry_multiplier": "not a supported sampling method",
-    "dry_base": "not a supported sampling method",
-    "dry_allowed_length": "not a supported sampling method",
-    "xtc_probability": "not a supported sampling method",
-    "xtc_threshold": "not a supported sampling method",
-    "dynatemp_range": "not a supported sampling method",
-    "smoothing_factor": "not a supported sampling method",
     "stop_regex": "only literal stop strings are supported",
     "no_stop_trim": "use include_stop_str_in_output",
     "spaces_between_special_tokens": "not supported",
@@ -79,10 +74,45 @@ UNSUPPORTED: dict[str, str] = {
     "documents": "put documents into the messages",
     "thinking_token_budget": "not supported",
     "lora_request": "adapters are not supported",
-}
+    "do_sample": "use temperature (0 = greedy)",
+    "num_beams": "beam search is not supported",
+    "num_beam_groups": "beam search is not supported",
+    "diversity_penalty": "beam search is not supported",
+    "typical_threshold": "use typical_p",
+    "top_n_tokens": "use top_logprobs (chat) or logprobs (completions)",
+    "n_probs": "use top_logprobs (chat) or logprobs (completions)",
+    "temperature_last": "the order of samplers is fixed",
+    "sampler_priority": "the order of samplers is fixed",
+    "sampler_order": "the order of samplers is fixed",
+    "samplers": "the order of samplers is fixed",
+    "negative_prompt": "guidance is not supported",
+    "guidance_scale": "guidance is not supported",
+    "cfg_scale": "guidance is not supported",
+    "no_repeat_ngram_size": "use repetition_penalty, frequency_penalty or presence_penalty",
+    "encoder_repetition_penalty": "use repetition_penalty",
+    "repetition_penalty_range": "penalties look at the whole text",
+    "repetition_detection": "not supported",
+    "penalize_nl": "use logit_bias",
+    "begin_suppress_tokens": "use logit_bias",
+    "suppress_tokens": "use logit_bias",
+    "ban_eos_token": "use ignore_eos",
+    "random_seed": "use seed",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "watermark": "watermarks are not supported",
+    "safe_prompt": "no prompt is added",
+} | dict.fromkeys(_SAMPLERS, "not a supported sampling method")
 UNSUPPORTED_IN_MESSAGE = ("tool_calls", "tool_call_id", "function_call", "audio")
-# Values of UNSUPPORTED fields that ask for nothing.
-HARMLESS_VALUES: tuple[Any, ...] = (None, False, [], {})
+# Of these, a value that looks empty asks for something too.
+ALWAYS_ASK = frozenset(
+    ("do_sample", "samplers", "spaces_between_special_tokens", "penalize_nl", "max_new_tokens", "num_predict", "n_predict", "random_seed")
+)
+# 0 switches these off.
+OFF_AT_ZERO = frozenset(
+    (
+        *("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "top_a", "penalty_alpha"),
+        *("eta_cutoff", "epsilon_cutoff", "top_n_tokens", "n_probs", "repeat_last_n", "no_repeat_ngram_size", "min_new_tokens"),
+    )
+)
 # OpenAI fields that carry no request for behaviour of this server; accepted without a word.
 HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls")
@@ -151,6 +181,7 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     prompt_logprobs: int | None = Field(None, ge=0, le=100)
+    logprobs_mode: Literal["raw", "processed"] | None = Field(None, description="Before or after temperature, penalties and truncation")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -183,19 +214,28 @@ def check_extras(body: Generation, *, strict: bool) -> list[str]:
     """Names of ignored unknown fields, nested ones as paths. Refuses unsupported fields, and every unknown one if `strict`."""
     ignored = []
     for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED and value not in HARMLESS_VALUES and not (name == "tool_choice" and value in ("none", "auto")):
+        if name in UNSUPPORTED and _asks(name, value):
             raise InvalidRequest(f"{name}: {UNSUPPORTED[name]}; leave the field out", param=name)
         if name not in UNSUPPORTED and name not in body.extras_without_effect and value is not None:
             ignored.append(name)
     for path, part in _parts(body):
         for name, value in (part.model_extra or {}).items():
-            if name in UNSUPPORTED_IN_MESSAGE and isinstance(part, Message) and value not in HARMLESS_VALUES:
+            if name in UNSUPPORTED_IN_MESSAGE and isinstance(part, Message) and _asks(name, value):
                 raise InvalidRequest(f"{path}.{name}: tool calls and audio are not supported; leave the field out", param=f"{path}.{name}")
             if value is not None:
                 ignored.append(f"{path}.{name}")
     if strict and ignored:
         raise InvalidRequest(f"unknown field {ignored[0]!r}; remove it, or start the server without --strict", param=ignored[0])
     return ignored
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether this value of an unsupported field asks for anything."""
+    if value is None or (name == "tool_choice" and value in ("none", "auto")):
+        return False
+    if name in ALWAYS_ASK:
+        return True
+    return not (value is False or value in ([], {}) or (value == 0 and name in OFF_AT_ZERO))
 
 
 def _parts(body: Generation) -> list[tuple[str, Body]]:

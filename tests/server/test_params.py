@@ -10,7 +10,7 @@ import pytest
 from specdec.config import SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.server.params import chat_params, completion_params, prompts, template_messages
-from specdec.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest, check_extras
+from specdec.server.protocol import ALWAYS_ASK, OFF_AT_ZERO, UNSUPPORTED, ChatRequest, CompletionRequest, check_extras
 
 HELLO = [{"role": "user", "content": "hi"}]
 SAME_NAME: dict[str, Any] = {
@@ -34,6 +34,7 @@ SAME_NAME: dict[str, Any] = {
     "skip_special_tokens": False,
     "seed": 11,
     "prompt_logprobs": 2,
+    "logprobs_mode": "processed",
 }
 OTHER: dict[str, tuple[Any, Any]] = {
     "logit_bias": ({"5": -100, "6": 1.5}, {5: -100, 6: 1.5}),
@@ -52,7 +53,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def test_every_sampling_field_can_be_sent() -> None:
     reachable = set(SAME_NAME) | set(OTHER) | {"logprobs"}
-    assert {f.name for f in dataclasses.fields(SamplingParams)} - reachable == {"logprobs_mode"}
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == reachable
 
 
 @pytest.mark.parametrize("name", [*SAME_NAME, *OTHER])
@@ -121,6 +122,45 @@ def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_extras(chat(**{name: {"some": "value"}}), strict=False)
     assert caught.value.param == name and name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": False},
+        {"do_sample": True},
+        {"samplers": []},
+        {"spaces_between_special_tokens": False},
+        {"max_new_tokens": 0},
+        {"num_beams": 1},
+        {"mirostat_mode": 2},
+        {"mirostat_tau": 0},
+        {"dry_sequence_breakers": ["x"]},
+        {"dynatemp_exponent": 1.0},
+        {"tfs_z": 0},
+        {"penalty_alpha": 0.6},
+        {"watermark": True},
+    ],
+)
+def test_values_that_change_the_tokens_are_refused(fields: dict[str, Any]) -> None:
+    for strict in (False, True):
+        with pytest.raises(InvalidRequest) as caught:
+            check_extras(completion(**fields), strict=strict)
+        assert [caught.value.param] == list(fields)
+
+
+@pytest.mark.parametrize("name", sorted(ALWAYS_ASK | OFF_AT_ZERO))
+def test_zero_passes_only_where_it_switches_off(name: str) -> None:
+    assert name in UNSUPPORTED
+    if name in ALWAYS_ASK:
+        with pytest.raises(InvalidRequest):
+            check_extras(chat(**{name: 0}), strict=False)
+    else:
+        assert check_extras(chat(**{name: 0}), strict=True) == []
+
+
+def test_fields_that_do_not_choose_tokens_are_ignored_by_name() -> None:
+    assert check_extras(chat(reasoning_effort="low", verbosity="low"), strict=False) == ["reasoning_effort", "verbosity"]
 
 
 @pytest.mark.parametrize("fields", [{"tools": []}, {"tool_choice": "none"}, {"use_beam_search": False}, {"user": "me", "store": True}])

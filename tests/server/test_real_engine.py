@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -123,6 +124,16 @@ def test_echo_scores_agree_with_generation(tiny: Served) -> None:
     assert scored["usage"]["completion_tokens"] == 0 and choice["token_ids"] == []
     assert choice["logprobs"]["token_logprobs"][0] is None and len(choice["logprobs"]["tokens"]) == len(P) + 8
     assert choice["logprobs"]["token_logprobs"][len(P) :] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_processed_logprobs_are_those_after_the_masks(tiny: Served) -> None:
+    """With two ids allowed, the rest is impossible after the masks, while the raw scores know nothing of them."""
+    asks: dict[str, Any] = {"max_tokens": 4, "logprobs": 2, "allowed_token_ids": [5, 9], "temperature": 1.0, "seed": 1}
+    raw, processed = (complete(tiny, logprobs_mode=mode, **asks)["choices"][0] for mode in ("raw", "processed"))
+    assert raw["token_ids"] == processed["token_ids"]
+    for top in processed["logprobs"]["top_logprobs"]:
+        assert sum(math.exp(value) for value in top.values()) == pytest.approx(1.0, abs=1e-4)
+    assert all(math.exp(value) < 0.5 for value in raw["logprobs"]["token_logprobs"])
 
 
 @pytest.mark.parametrize("stream", [True, False])
