@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=_port, default=8000, help="0 = any free one (default: %(default)s)")
     p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
     p.add_argument("--api-key", type=_key, help="clients must send it as a bearer token; default: open")
-    p.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get 429 (default: %(default)s)")
+    p.add_argument("--max-queue", type=int, default=256, help="sequences that may wait; more get 429 (default: %(default)s)")
     p.add_argument("--drain-timeout", type=float, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
     p.add_argument("--strict", action="store_true", help="refuse unknown request fields instead of naming them in a header")
     p.add_argument("--max-body-bytes", type=int, default=Settings().max_body_bytes, help="largest request body (default: %(default)s)")
@@ -90,10 +90,10 @@ def speculation(args: argparse.Namespace) -> SpecConfig:
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `LLM`."""
     given = {name: value for name, _, _ in _ENGINE_FLAGS if (value := getattr(args, name)) is not None}
-    flags = {"deterministic": args.deterministic, "enable_prefix_caching": args.enable_prefix_caching, "max_queue": args.max_queue}
+    flags = {"deterministic": args.deterministic, "enable_prefix_caching": args.enable_prefix_caching}
     return {"model": args.model, "speculation": speculation(args)} | flags | given
 
 
 def settings(args: argparse.Namespace) -> Settings:
     """The HTTP layer's part of the command line."""
-    return Settings(tuple(args.served_model_name), args.api_key, args.strict, args.max_body_bytes)
+    return Settings(tuple(args.served_model_name), args.api_key, args.strict, args.max_body_bytes, args.max_queue)

@@ -36,6 +36,11 @@ class Job:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outputs: asyncio.Queue[tuple[int, RequestOutput] | SpecdecError] = asyncio.Queue()
 
+    @property
+    def num_sequences(self) -> int:
+        """Prompts × choices."""
+        return len(self.tickets) * self.params.n
+
     async def deltas(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(position of the prompt, delta) until every prompt is finished; raises the error that ended the job otherwise."""
         left = len(self.tickets)

@@ -40,7 +40,7 @@ async def serve(
     First SIGTERM or SIGINT: refuse new work, finish what was accepted (at most `drain_timeout` seconds), return 0. Second:
     exit at once. Returns 1 when the model cannot be loaded.
     """
-    loop = EngineLoop(build, Metrics())
+    loop = EngineLoop(build, Metrics(), max_queue=settings.max_queue)
     server = _server(loop, settings, access_log)
     stop = asyncio.Event()
     signals = 0

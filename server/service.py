@@ -30,12 +30,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Choices of the HTTP layer. `model_names` empty = the engine's own name; the first is the one reported."""
+    """Choices of the HTTP layer. `model_names` empty = the engine's own name; the first is the one reported.
+
+    max_queue: sequences that may wait; None = any number.
+    """
 
     model_names: tuple[str, ...] = ()
     api_key: str | None = None
     strict: bool = False
     max_body_bytes: int = 16 << 20
+    max_queue: int | None = None
 
 
 class Answer(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import InvalidRequest, QueueFull, RequestTooLong
+from specdec.errors import InvalidRequest, RequestTooLong
 from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, StepStats, TokenLogprobs
 
 VOCAB = 512
@@ -101,9 +101,6 @@ class FakeEngine:
             raise InvalidRequest(f"speculation: unknown {sorted(unknown)}; allowed: method, nodes, depth, width", param="speculation")
         if override.get("method", "off") not in ("off", "auto", "ngram"):
             raise InvalidRequest("speculation.method is unknown; allowed: off, auto, ngram", param="speculation.method")
-        free = max(0, self.config.max_num_seqs - self.num_running)
-        if self.config.max_queue is not None and self.num_waiting + 1 > self.config.max_queue + free:
-            raise QueueFull("the queue is full")
         metrics = RequestMetrics(arrival=time.monotonic() if arrival is None else arrival, prompt_tokens=len(ids))
         n = params.n
         self._waiting.append(_Running(request_id, ids, params, metrics, [[] for _ in range(n)], [None] * n))

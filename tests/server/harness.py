@@ -46,7 +46,7 @@ def served(build: Callable[[], Engine], settings: Settings | None = None, *, wai
     ready = threading.Event()
 
     async def main() -> None:
-        loop = EngineLoop(build, Metrics())
+        loop = EngineLoop(build, Metrics(), max_queue=settings.max_queue if settings else None)
         made.append(loop)
         server = uvicorn.Server(uvicorn.Config(create_app(loop, settings or Settings()), log_config=None, timeout_graceful_shutdown=5))
         servers.append(server)

@@ -46,7 +46,7 @@ def build(args: argparse.Namespace) -> Engine:
     """The engine the command line asks for."""
     if args.engine == "broken":
         raise UnsupportedCheckpoint("model.gguf is truncated; download it again")
-    limits: dict[str, Any] = {"max_num_seqs": args.seqs, "max_queue": args.queue}
+    limits: dict[str, Any] = {"max_num_seqs": args.seqs}
     if args.engine == "fake":
         return FakeEngine(EngineConfig(model="fake", speculation=SpecConfig(method="ngram"), **limits), step_seconds=args.step)
     from specdec.llm import LLM
@@ -66,7 +66,7 @@ def main() -> int:
     p.add_argument("--drain-timeout", type=float, default=60.0)
     args = p.parse_args()
     logging.basicConfig(level="INFO")
-    return run(lambda: build(args), Settings(), host="127.0.0.1", port=args.port, drain_timeout=args.drain_timeout)
+    return run(lambda: build(args), Settings(max_queue=args.queue), host="127.0.0.1", port=args.port, drain_timeout=args.drain_timeout)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.config import EngineConfig
+from specdec.server.service import Settings
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import Served, served
 from tests.server.net import GUARD, until
@@ -51,11 +52,11 @@ class Gate:
 
 
 @contextmanager
-def gated(seqs: int = 1) -> Iterator[tuple[Served, FakeEngine, Gate]]:
+def gated(seqs: int = 1, max_queue: int | None = None) -> Iterator[tuple[Served, FakeEngine, Gate]]:
     """A server whose engine runs `seqs` sequences and only steps when the gate lets it. Warm-up passes freely."""
     gate = Gate()
     engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=seqs))
-    with served(lambda: engine) as server:
+    with served(lambda: engine, Settings(max_queue=max_queue)) as server:
         engine.gate = gate
         try:
             yield server, engine, gate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ import pytest
 
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import UnsupportedCheckpoint
+from specdec.server.service import Settings
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.harness import Served, served
 from tests.server.net import until
@@ -100,16 +101,52 @@ def test_a_bug_in_one_admission_leaves_the_others_alone() -> None:
 
 
 def test_prompts_of_one_request_are_admitted_whole_or_not_at_all() -> None:
-    engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=1, max_queue=2))
-    with served(lambda: engine) as server:
-        answer = server.http.post(TEXT, json={"prompt": ["a", "b", "c", "d"], "max_tokens": 2})
-        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
-        until(lambda: not engine.has_work())
-        bad = server.http.post(TEXT, json={"prompt": [[1], [2], [999]], "max_tokens": 2})
+    with gated(max_queue=2) as (server, engine, gate), ThreadPoolExecutor(3) as pool:
+
+        def post(**fields: Any) -> Future[httpx.Response]:
+            return pool.submit(lambda: server.http.post(TEXT, json={"max_tokens": 2} | fields))
+
+        def answer(**fields: Any) -> httpx.Response:
+            asked = post(**fields)
+            gate.step_until(asked.done)
+            return asked.result()
+
+        first = post(prompt="a", max_tokens=4000)
+        gate.step_until(lambda: engine.num_running == 1)
+        bad = answer(prompt=[[1], [999]])
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
-        until(lambda: not engine.has_work())
-        assert len(engine.aborted) == 5
-        assert server.http.post(TEXT, json={"prompt": ["a", "b", "c"], "max_tokens": 2}).status_code == 200
+        assert engine.num_waiting == 0 and len(engine.aborted) == 1
+        second = post(prompt="b")
+        gate.step_until(lambda: engine.num_waiting == 1)
+        for fields in ({"prompt": ["c", "d"]}, {"prompt": "c", "n": 2}):
+            full = answer(**fields)
+            assert full.status_code == 429 and int(full.headers["Retry-After"]) >= 1
+            assert full.json()["error"]["code"] == "queue_full"
+        assert engine.num_waiting == 1 and len(engine.aborted) == 1  # nothing of what was refused had been added
+        gate.open()
+        assert first.result(60).status_code == second.result(60).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}, {"prompt": ["x", "y", "z"], "n": 40}])
+@pytest.mark.parametrize("max_queue", [0, 4])
+def test_an_idle_engine_serves_a_job_larger_than_the_queue(fields: dict[str, Any], max_queue: int) -> None:
+    engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=4))
+    with served(lambda: engine, Settings(max_queue=max_queue)) as server:
+        answer = server.http.post(TEXT, json=fields | {"max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+        expected = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
+        assert len(answer.json()["choices"]) == expected
+
+
+@pytest.mark.parametrize(("max_queue", "status"), [(0, 429), (1, 200), (None, 200)])
+def test_a_busy_engine_lets_as_many_wait_as_told(max_queue: int | None, status: int) -> None:
+    with gated(max_queue=max_queue) as (server, engine, gate), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "a", "max_tokens": 4000}))
+        gate.step_until(lambda: engine.num_running == 1)
+        second = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "b", "max_tokens": 1}))
+        gate.step_until(lambda: second.done() or engine.num_waiting == 1)
+        gate.open()
+        assert second.result(60).status_code == status and first.result(60).status_code == 200
 
 
 def test_probes_answer_while_the_engine_is_inside_a_step() -> None:

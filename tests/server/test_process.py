@@ -119,14 +119,14 @@ def test_flags_become_arguments_of_llm() -> None:
         "max_model_len": 100,
         "deterministic": True,
         "enable_prefix_caching": False,
-        "max_queue": 7,
     }
     EngineConfig(**options)
+    assert command_line.settings(args).max_queue == 7
 
 
 def test_defaults_are_those_of_the_engine() -> None:
     options = command_line.llm_arguments(command_line.parser().parse_args([]))
-    assert EngineConfig(**options) == EngineConfig(speculation=SpecConfig(), max_queue=256)
+    assert EngineConfig(**options) == EngineConfig(speculation=SpecConfig())
     assert command_line.settings(command_line.parser().parse_args(["--api-key", "k", "--strict"])).api_key == "k"
 
 
