@@ -72,7 +72,10 @@ async def serve(
 def _server(loop: EngineLoop, settings: Settings, access_log: bool) -> _Server:
     """uvicorn around the application; its own start and stop messages are replaced by ours."""
     app = create_app(loop, settings)
-    return _Server(uvicorn.Config(app, log_config=None, log_level="warning", access_log=access_log, timeout_graceful_shutdown=10))
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=access_log, timeout_graceful_shutdown=10)
+    if access_log:  # uvicorn sets one level for all its loggers; requests are logged at INFO
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return _Server(config)
 
 
 async def _watch(loop: EngineLoop, server: uvicorn.Server, stop: asyncio.Event, drain_timeout: float, url: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -64,9 +64,12 @@ def main() -> int:
     p.add_argument("--seqs", type=int, default=32)
     p.add_argument("--queue", type=int)
     p.add_argument("--drain-timeout", type=float, default=60.0)
+    p.add_argument("--access-log", action="store_true")
+    p.add_argument("--log-level", default="INFO")
     args = p.parse_args()
-    logging.basicConfig(level="INFO")
-    return run(lambda: build(args), Settings(max_queue=args.queue), host="127.0.0.1", port=args.port, drain_timeout=args.drain_timeout)
+    logging.basicConfig(level=args.log_level)
+    limits: dict[str, Any] = {"drain_timeout": args.drain_timeout, "access_log": args.access_log}
+    return run(lambda: build(args), Settings(max_queue=args.queue), host="127.0.0.1", port=args.port, **limits)
 
 
 @dataclass
@@ -82,13 +85,13 @@ class Process:
 
 
 @contextmanager
-def process(*flags: str, ready: bool = True) -> Iterator[Process]:
-    """Start a server process; `ready`: wait until it takes requests."""
+def process(*flags: str, ready: bool = True, log: IO[str] | None = None) -> Iterator[Process]:
+    """Start a server process; `ready`: wait until it takes requests; `log`: a file for its standard error."""
     sock = free_socket()
     port = sock.getsockname()[1]
     sock.close()
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    popen = subprocess.Popen([sys.executable, "-m", "tests.server.process", str(port), *flags], cwd=ROOT, env=env)
+    popen = subprocess.Popen([sys.executable, "-m", "tests.server.process", str(port), *flags], cwd=ROOT, env=env, stderr=log)
     limits = httpx.Limits(max_connections=20)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=GUARD, limits=limits) as http:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -55,6 +56,17 @@ def test_the_drain_ends_after_its_timeout() -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.wait() == 0
         assert answer.result().status_code == 503
+
+
+@pytest.mark.parametrize("flags", [(), ("--access-log",), ("--access-log", "--log-level", "WARNING")])
+def test_requests_are_logged_only_when_asked(flags: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as log, process(*flags, log=log) as server:
+        assert server.http.get("/v1/models/unheard-of").status_code == 404
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    logged = [line for line in path.read_text().splitlines() if "GET /v1/models/unheard-of" in line and "404" in line]
+    assert len(logged) == ("--access-log" in flags)
 
 
 def test_a_model_that_cannot_be_loaded_is_exit_code_1() -> None:
