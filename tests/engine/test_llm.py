@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specdec import LLM
 from specdec.config import SamplingParams
-from specdec.errors import InvalidRequest
+from specdec.errors import ConfigError, InvalidRequest
 from specdec.types import RequestOutput
 from tests.harness import GREEDY, P, R, chain, check_idle, checkpoint, visible
 
@@ -66,6 +70,68 @@ def test_bad_prompts_leave_nothing_behind(llm: LLM, prompts: Any) -> None:
         llm.generate(prompts, SHORT)
     assert not llm.engine.has_work()
     assert len(ids(llm.generate(P, SHORT))[0]) == 6
+
+
+@pytest.mark.parametrize(
+    "form", [tuple, np.array, torch.tensor, lambda p: [np.int32(i) for i in p], lambda p: [torch.tensor(i) for i in p]]
+)
+def test_forms_of_ids(llm: LLM, form: Callable[[list[int]], Any]) -> None:
+    expected = ids(llm.generate([P, R], SHORT))
+    assert ids(llm.generate(form(P), SHORT)) == expected[:1]
+    assert ids(llm.generate([form(P), form(R)], SHORT)) == expected
+    assert [t for d in llm.stream(form(P), SHORT) for t in d.outputs[0].token_ids] == expected[0]
+    assert llm.generate(form(P), SHORT)[0].prompt_token_ids == P
+
+
+@pytest.mark.parametrize("prompts", [np.array([1.5]), torch.tensor([[1.0]]), np.array([]), np.array([True]), np.array(5)], ids=repr)
+def test_arrays_that_are_no_ids(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate(prompts, SHORT)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 5], ids=repr)
+def test_params_of_another_kind(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"SamplingParams|sampling parameters") as caught:
+        llm.generate([P], params)
+    assert caught.value.param == "params" and not llm.engine.has_work()
+    assert ids(llm.generate([P], (SHORT,))) == ids(llm.generate([P], [SHORT]))
+
+
+def test_unknown_argument() -> None:
+    with pytest.raises(ConfigError, match=r"'max_model_length'.*max_model_len,") as caught:
+        LLM(checkpoint(), max_model_length=5)
+    assert caught.value.param == "max_model_length"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "hello",
+        [],
+        None,
+        [[]],
+        ["hello"],
+        [{"role": 5, "content": "x"}],
+        [{"content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": "x"}, "y"],
+    ],
+    ids=repr,
+)
+def test_bad_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, SHORT)
+    assert (caught.value.param or "").startswith("messages")
+
+
+def test_text_parts_are_joined(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    (joined,) = llm.chat([{"role": "user", "content": parts}], SHORT)
+    assert joined.prompt_token_ids == llm.chat([{"role": "user", "content": "hello"}], SHORT)[0].prompt_token_ids
 
 
 def test_chat(llm: LLM) -> None:
@@ -130,6 +196,79 @@ def test_closing_a_stream_leaves_the_other(llm: LLM) -> None:
     for delta in second:
         found += delta.outputs[0].token_ids
     assert found == expected
+
+
+def test_threads_get_their_own_outputs(llm: LLM) -> None:
+    """Four threads, generating and streaming at once, several times: everyone finds what one thread alone finds."""
+    prompts = [P, R, [7], [3, 1, 4, 1, 5]]
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=24, ignore_eos=True)
+    expected = ids(llm.generate(prompts, params))
+    found: list[list[list[int]]] = [[] for _ in prompts]
+    errors: list[BaseException] = []
+    together = threading.Barrier(len(prompts))
+
+    def work(i: int) -> None:
+        try:
+            together.wait(timeout=60)
+            for _ in range(3):
+                found[i] += ids(llm.generate([prompts[i]], params))
+                found[i].append([t for delta in llm.stream(prompts[i], params) for t in delta.outputs[0].token_ids])
+        except BaseException as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert found == [[one] * 6 for one in expected]
+
+
+def test_a_waiting_thread_comes_next(llm: LLM) -> None:
+    """A thread that steps all the time does not keep another out: who waits is in the engine before the next step."""
+    running: list[int] = []
+    llm.engine.observers.append(lambda stats: running.append(stats.num_seqs))
+    first = llm.stream(P, GREEDY)
+    next(first)
+    other = threading.Thread(target=lambda: llm.generate([R], SHORT), daemon=True)
+    step = llm.engine.step
+
+    def slow() -> Any:
+        if not other.ident:
+            other.start()
+            assert any(waits() for _ in range(20_000)), "the other thread never queues up"
+        return step()
+
+    def waits() -> bool:
+        if not llm._next.acquire(blocking=False):
+            return True
+        llm._next.release()
+        time.sleep(0.001)
+        return False
+
+    llm.engine.step = slow  # type: ignore[method-assign]
+    steps = len(running) + 1
+    for _ in first:
+        pass
+    other.join(timeout=60)
+    assert not other.is_alive() and running[steps] == 2
+
+
+def test_a_stream_forgotten_during_a_step_ends_after_it(llm: LLM) -> None:
+    """The collector may run anywhere; closing a stream inside a step must not pull requests from under it."""
+    expected = ids(llm.generate([R], GREEDY))
+    loose: list[Any] = [llm.stream(P, GREEDY)]
+    next(loose[0])
+    forward = llm.engine.runner.forward
+
+    def collecting(batch: Any) -> Any:
+        loose.clear()  # the last reference: the stream is closed here
+        return forward(batch)
+
+    llm.engine.runner.forward = collecting  # type: ignore[method-assign]
+    assert ids(llm.generate([R], GREEDY)) == expected
+    assert not llm.engine.has_work()
 
 
 def test_choices_and_logprobs_are_joined(llm: LLM) -> None:
