@@ -3,14 +3,63 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from specdec.config import METHODS, VERIFY_MODES, EngineConfig, SpecConfig
+from specdec.errors import ConfigError
+from specdec.models.config import DTYPES
 from specdec.server.service import Settings
 
-_ENGINE_FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("device", str, "auto, cpu or cuda"),
+
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
+    return int(text)
+
+
+def _key(text: str) -> str:
+    """A key that a client can send as a bearer token and that is compared as it is."""
+    if not re.fullmatch("[!-~]+", text):
+        raise argparse.ArgumentTypeError(
+            "the key must be printable ASCII without blanks, at least one character; leave the flag out to serve openly"
+        )
+    return text
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """Type of a flag: a whole number ≥ `least`."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more")
+    return value
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; choose auto, cpu, cuda or cuda:N")
+    return text
+
+
+HEADS = ("eagle3", "peagle")  # drafters whose heads do not exist yet
+DTYPE_CHOICES = ("auto", *DTYPES)
+_ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
+    ("device", _device, "auto, cpu, cuda or cuda:N"),
     ("dtype", str, "auto = float32 on the CPU, the checkpoint's on CUDA"),
     ("quantization", str, "weight format to convert to at load"),
     ("kv_dtype", str, "auto = the activation dtype"),
@@ -35,21 +84,6 @@ _SPEC_FLAGS: tuple[tuple[str, str, type, str], ...] = (
 )
 
 
-def _port(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
-    return int(text)
-
-
-def _key(text: str) -> str:
-    """A key that a client can send as a bearer token and that is compared as it is."""
-    if not re.fullmatch("[!-~]+", text):
-        raise argparse.ArgumentTypeError(
-            "the key must be printable ASCII without blanks, at least one character; leave the flag out to serve openly"
-        )
-    return text
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser; defaults of engine flags are those of `EngineConfig`."""
     p = argparse.ArgumentParser(prog="python -m specdec.server", description="OpenAI-compatible server with speculative decoding")
@@ -58,10 +92,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=_port, default=8000, help="0 = any free one (default: %(default)s)")
     p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
     p.add_argument("--api-key", type=_key, help="clients must send it as a bearer token; default: open")
-    p.add_argument("--max-queue", type=int, default=256, help="sequences that may wait; more get 429 (default: %(default)s)")
-    p.add_argument("--drain-timeout", type=float, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
+    p.add_argument("--max-queue", type=_whole(0), default=256, help="sequences that may wait; more get 429 (default: %(default)s)")
+    p.add_argument("--drain-timeout", type=_seconds, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
     p.add_argument("--strict", action="store_true", help="refuse unknown request fields instead of naming them in a header")
-    p.add_argument("--max-body-bytes", type=int, default=Settings().max_body_bytes, help="largest request body (default: %(default)s)")
+    p.add_argument(
+        "--max-body-bytes", type=_whole(1), default=Settings().max_body_bytes, help="largest request body (default: %(default)s)"
+    )
     p.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     p.add_argument("--access-log", action="store_true", help="log every request")
     spec = p.add_argument_group("speculation")
@@ -72,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
         spec.add_argument(f"--{flag}", dest=f"spec_{dest}", metavar=dest.upper(), type=kind, help=text)
     engine = p.add_argument_group("engine (absent = the default of LLM)")
     for name, kind, text in _ENGINE_FLAGS:
-        engine.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+        choices = DTYPE_CHOICES if name in ("dtype", "kv_dtype") else None
+        engine.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, help=text)
     engine.add_argument("--deterministic", action="store_true", help="bit-identical output whatever the batch and the drafts")
     engine.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes"
@@ -81,17 +118,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def speculation(args: argparse.Namespace) -> SpecConfig:
-    """The SpecConfig of the command line; only flags that were given."""
+    """The SpecConfig of the command line; only flags that were given. ConfigError for a method that cannot draft."""
+    if args.speculation in HEADS or args.spec_head is not None:
+        flag = f"--speculation {args.speculation}" if args.speculation in HEADS else "--head"
+        raise ConfigError(
+            f"{flag} needs draft heads, which are not there yet; use --speculation auto or ngram, without --head", param="head"
+        )
+    if args.speculation == "draft_model" and args.spec_model is None:
+        raise ConfigError("--speculation draft_model needs --draft-model PATH, a small model with the same vocabulary", param="model")
     fields = {dest: value for _, dest, _, _ in _SPEC_FLAGS if (value := getattr(args, f"spec_{dest}")) is not None}
     fields |= {name: value for name in ("verify", "policy") if (value := getattr(args, name)) is not None}
     return SpecConfig(method=args.speculation, **fields)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `LLM`."""
+    """Keyword arguments for `LLM`. ConfigError for what can be refused without loading anything."""
     given = {name: value for name, _, _ in _ENGINE_FLAGS if (value := getattr(args, name)) is not None}
     flags = {"deterministic": args.deterministic, "enable_prefix_caching": args.enable_prefix_caching}
-    return {"model": args.model, "speculation": speculation(args)} | flags | given
+    options = {"model": args.model, "speculation": speculation(args)} | flags | given
+    EngineConfig(**options)
+    return options
 
 
 def settings(args: argparse.Namespace) -> Settings:

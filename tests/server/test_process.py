@@ -122,12 +122,12 @@ def test_a_port_outside_the_range_is_refused_by_the_parser(port: str, capsys: py
 
 
 def test_flags_become_arguments_of_llm() -> None:
-    flags = "--model m --speculation eagle3 --head H --nodes 32 --depth 6 --width 4 --policy fixed --max-model-len 100 --deterministic"
-    args = command_line.parser().parse_args([*flags.split(), "--no-enable-prefix-caching", "--max-queue", "7"])
+    flags = "--model m --speculation draft_model --draft-model D --nodes 32 --depth 6 --width 4 --policy fixed --max-model-len 100"
+    args = command_line.parser().parse_args([*flags.split(), "--deterministic", "--no-enable-prefix-caching", "--max-queue", "7"])
     options = command_line.llm_arguments(args)
     assert options == {
         "model": "m",
-        "speculation": SpecConfig(method="eagle3", head="H", nodes=32, depth=6, width=4, policy="fixed"),
+        "speculation": SpecConfig(method="draft_model", model="D", nodes=32, depth=6, width=4, policy="fixed"),
         "max_model_len": 100,
         "deterministic": True,
         "enable_prefix_caching": False,
@@ -142,11 +142,49 @@ def test_defaults_are_those_of_the_engine() -> None:
     assert command_line.settings(command_line.parser().parse_args(["--api-key", "k", "--strict"])).api_key == "k"
 
 
-def test_settings_that_cannot_work_end_it_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError):
-        command_line.llm_arguments(command_line.parser().parse_args(["--nodes", "1"]))
-    assert main(["--nodes", "1"]) == 2
-    assert "nodes" in capsys.readouterr().err
+IMPOSSIBLE = [
+    (["--nodes", "1"], "nodes"),
+    (["--max-queue", "-3"], "--max-queue"),
+    (["--max-queue", "many"], "--max-queue"),
+    (["--speculation", "eagle3"], "draft heads"),
+    (["--speculation", "peagle"], "draft heads"),
+    (["--head", "H"], "draft heads"),
+    (["--speculation", "draft_model"], "--draft-model"),
+    (["--dtype", "int3"], "float32"),
+    (["--kv-dtype", "int3"], "float32"),
+    (["--device", "tpu"], "cuda"),
+    (["--max-body-bytes", "0"], "--max-body-bytes"),
+    (["--max-body-bytes", "-1"], "--max-body-bytes"),
+    (["--drain-timeout", "nan"], "--drain-timeout"),
+    (["--drain-timeout", "inf"], "--drain-timeout"),
+    (["--drain-timeout=-1"], "--drain-timeout"),
+    (["--tensor-parallel-size", "2"], "tensor_parallel_size"),
+    (["--load-format", "odd"], "load_format"),
+    (["--max-num-seqs", "0"], "max_num_seqs"),
+    (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), IMPOSSIBLE)
+def test_settings_that_cannot_work_are_exit_code_2(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_anyway(*args: object, **options: object) -> int:
+        raise AssertionError("these settings must not get as far as the port")
+
+    monkeypatch.setattr("specdec.server.__main__.run", run_anyway)
+    try:
+        code = main(flags)
+    except SystemExit as exit:
+        code = exit.code  # type: ignore[assignment]  # argparse exits with a number
+    assert code == 2 and named in capsys.readouterr().err
+
+
+def test_settings_are_judged_without_torch() -> None:
+    script = "import sys; from specdec.server.__main__ import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    for flags in (["--nodes", "1"], ["--speculation", "eagle3"], ["--max-num-seqs", "0"]):
+        done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == ["2", "False"], done.stderr
 
 
 @pytest.mark.parametrize("key", ["", " ", "\t", "a key", " key", "schlüssel", "k\n"])
