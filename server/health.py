@@ -11,7 +11,7 @@ from specdec.errors import EngineDead, SpecdecError
 from specdec.metrics import CONTENT_TYPE
 from specdec.server.errors import error_response
 from specdec.server.loop import State
-from specdec.server.service import Service
+from specdec.server.service import Service, dtypes
 
 
 class Exposition(Response):
@@ -58,6 +58,7 @@ def router(service: Service) -> APIRouter:
 def _card(service: Service, name: str) -> dict[str, Any]:
     engine = service.engine
     config = engine.config
+    dtype, kv_dtype = dtypes(engine)
     return {
         "id": name,
         "object": "model",
@@ -65,7 +66,8 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "specdec",
         "root": config.model,
         "max_model_len": engine.max_model_len,
-        "dtype": config.dtype,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "deterministic": config.deterministic,
         "speculation": {"method": config.speculation.method, "verify": config.speculation.verify, "policy": config.speculation.policy},
     }

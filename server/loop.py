@@ -32,6 +32,8 @@ class Engine(Gauges, Protocol):
     max_model_len: int
     vocab_size: int
     tokenizer: Any
+    runner: Any  # .device, .model.dtype: where and in what it computes
+    kv: Any  # .dtype: what the KV cache holds
     observers: list[Callable[[StepStats], None]]
 
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, arrival: float | None = None) -> None: ...

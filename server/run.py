@@ -18,7 +18,7 @@ from specdec.metrics import Metrics
 from specdec.server.app import create_app
 from specdec.server.listen import listen
 from specdec.server.loop import Engine, EngineLoop, State
-from specdec.server.service import Settings
+from specdec.server.service import Settings, dtypes
 
 log = logging.getLogger("specdec.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -101,7 +101,7 @@ def _log_start(loop: EngineLoop, url: str) -> None:
     assert engine is not None
     c = engine.config
     log.info("model %s (%s), context %d tokens, %d sequences at a time", engine.model_name, c.model, engine.max_model_len, c.max_num_seqs)
-    log.info("dtype %s, kv %s, deterministic %s", c.dtype, c.kv_dtype, c.deterministic)
+    log.info("dtype %s, kv %s, deterministic %s", *dtypes(engine), c.deterministic)
     log.info("speculation %s, policy %s, verify %s", c.speculation.method, c.speculation.policy, c.speculation.verify)
     log.info("ready: %s/v1  (probes: /health /ready, metrics: /metrics)", url)
 

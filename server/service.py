@@ -61,6 +61,12 @@ class Answer(Protocol):
         ...
 
 
+def dtypes(engine: Engine) -> tuple[str, str]:
+    """(activation dtype, KV dtype) as resolved at load, e.g. ("bfloat16", "bfloat16"); the config may say "auto"."""
+    activation, kv = (str(dtype).removeprefix("torch.") for dtype in (engine.runner.model.dtype, engine.kv.dtype))
+    return activation, kv
+
+
 def _header_safe(name: str) -> str:
     """A field name as it may stand in a header: as it is when plain, else quoted with escapes."""
     return name if re.fullmatch(r"[\w.\[\]-]+", name, re.ASCII) else ascii(name)
@@ -94,7 +100,8 @@ class Service:
         """Changes with what can change the text: version, model, numeric settings."""
         engine = self.engine
         c = engine.config
-        facts = (__version__, engine.model_name, c.model, c.device, c.dtype, c.quantization, c.kv_dtype, c.deterministic)
+        device = str(engine.runner.device)
+        facts = (__version__, engine.model_name, c.model, device, *dtypes(engine), c.quantization, c.deterministic)
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> str:

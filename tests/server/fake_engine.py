@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import InvalidRequest, RequestTooLong
@@ -64,6 +65,8 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB
         self.tokenizer = FakeTokenizer()
+        self.runner = SimpleNamespace(device="cpu", model=SimpleNamespace(dtype="torch.float32"))
+        self.kv = SimpleNamespace(dtype="torch.bfloat16")
         self.observers: list[Callable[[StepStats], None]] = []
         self.step_seconds = step_seconds
         self.gate = gate

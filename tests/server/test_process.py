@@ -69,6 +69,14 @@ def test_requests_are_logged_only_when_asked(flags: tuple[str, ...], tmp_path: P
     assert len(logged) == ("--access-log" in flags)
 
 
+def test_the_start_up_log_shows_what_runs(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as log, process(log=log) as server:
+        url = str(server.http.base_url)
+    text = path.read_text()
+    assert "dtype float32, kv bfloat16, deterministic False" in text and f"ready: {url}/v1" in text
+
+
 def test_a_model_that_cannot_be_loaded_is_exit_code_1() -> None:
     with process("--engine", "broken", ready=False) as server:
         assert server.wait() == 1

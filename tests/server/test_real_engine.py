@@ -49,6 +49,13 @@ def streamed(server: Served, **fields: Any) -> tuple[list[str], list[str]]:
     return texts, reasons
 
 
+def test_the_model_card_shows_resolved_dtypes(tiny: Served) -> None:
+    engine = tiny.loop.engine
+    assert engine is not None and engine.config.dtype == engine.config.kv_dtype == "auto"
+    (card,) = tiny.http.get("/v1/models").json()["data"]
+    assert (card["dtype"], card["kv_dtype"]) == ("float32", "float32") and card == tiny.http.get("/v1/models/t0").json()
+
+
 def test_stream_and_whole_agree(tiny: Served) -> None:
     for fields in ({}, {"n": 3, "temperature": 0.8, "seed": 5}):
         whole = complete(tiny, **fields)
