@@ -224,6 +224,9 @@ class Engine:
         stats.drafter_states = self.policy.states()
         stats.gain = self.policy.gain()
         self._steps += 1
+        for state in self._requests.values():
+            if state.trace is not None:
+                state.trace.close_step(stats)
         for observer in self.observers:
             observer(stats)
         return stats

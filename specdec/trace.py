@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
+
+from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
     from specdec.tokenizer import Tokenizer
-    from specdec.types import DraftTree, Verdict
+    from specdec.types import DraftTree, StepStats, Verdict
+
+_TIMES = ("draft_seconds", "forward_seconds", "verify_seconds", "step_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One step of one sequence. `tokens[i]`, `parents[i]` describe node i (0 = root); `path` the accepted nodes."""
+    """One step of one sequence. `tokens[i]`, `parents[i]` describe node i (0 = root); `path` the accepted nodes.
+
+    The times are those of the whole step, all sequences together, as in StepStats.
+    """
 
     step: int
     choice: int
@@ -24,6 +31,10 @@ class TracedStep:
     parents: list[int]
     path: list[int]
     committed: list[int]
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    step_seconds: float = 0.0
 
 
 class Trace:
@@ -51,10 +62,20 @@ class Trace:
             )
         )
 
-    def frame(self) -> Any:
-        """One row per step as a pandas DataFrame."""
-        import pandas
+    def close_step(self, stats: StepStats) -> None:
+        """Give the records of this step their times; call when the step is over."""
+        times = {name: getattr(stats, name) for name in _TIMES}
+        for i in range(len(self.steps) - 1, -1, -1):
+            if self.steps[i].step != stats.step:
+                break
+            self.steps[i] = replace(self.steps[i], **times)
 
+    def frame(self) -> Any:
+        """One row per step as a pandas DataFrame, times included. ConfigError without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("Trace.frame() needs pandas: pip install pandas (print(trace) does without)", param="trace") from None
         rows = [asdict(s) | {"nodes": len(s.tokens), "accepted": len(s.path), "text": self._text(s.committed)} for s in self.steps]
         return pandas.DataFrame(rows)
 

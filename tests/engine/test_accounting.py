@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from specdec.config import SamplingParams
+from specdec.errors import ConfigError
 from specdec.metrics import Emission, Metrics
 from specdec.spec.tree import check_tree
 from tests.harness import GREEDY, SHAPES, VOCAB, Log, P, R, assert_same, engine, oracle_of, run
@@ -57,9 +59,30 @@ def test_trace_as_table_and_pictures() -> None:
     frame = output.trace.frame()
     assert len(frame) == len(output.trace.steps) and frame["nodes"].max() == 10
     assert list(frame["accepted"]) == [len(s.path) for s in output.trace.steps]
+    assert (frame["step_seconds"] >= frame["forward_seconds"]).all() and (frame["forward_seconds"] > 0).all()
     svg = output.trace._repr_svg_()
     assert svg.startswith("<svg") and svg.endswith("</svg>") and svg.count("<circle") == 10
     assert str(output.trace).count("\n") >= 9
+
+
+def test_trace_times_are_those_of_the_steps() -> None:
+    """Every record carries the times of its own step, whichever requests and choices shared it."""
+    target, seen = engine(SHAPES["mix-tree"], oracle=oracle_of(known()), deterministic=True), {}
+    target.observers.append(lambda stats: seen.update({stats.step: stats}))
+    names = ("draft_seconds", "forward_seconds", "verify_seconds", "step_seconds")
+    for output in run(target, requests(), trace=True).values():
+        for s in output.trace.steps:
+            assert [getattr(s, name) for name in names] == [getattr(seen[s.step], name) for name in names]
+            assert s.step_seconds > 0
+    assert len({s.step_seconds for s in seen.values()}) > 1
+
+
+def test_data_frame_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run(engine(), {"r": (P, GREEDY)}, trace=True)["r"]
+    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="pip install pandas"):
+        output.trace.frame()
+    assert str(output.trace).startswith("step ")
 
 
 def test_no_trace_unless_asked() -> None:
