@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,8 +95,23 @@ def size_pool(
     if longest < 2 or (explicit_len and longest < max_model_len):
         raise _too_small(blocks(0, max_model_len), per_block, max_model_len, longest, budget_bytes, num_kv_blocks)
     if num_kv_blocks is not None:
+        _check_memory(num_kv_blocks, sum(per_block), max(budget_bytes, host_memory()))
         return PoolSize((num_kv_blocks,) * len(groups), longest)
     return PoolSize(blocks(_largest(1, longest, lambda n: affordable(n, longest)), longest), longest)
+
+
+def host_memory() -> int:
+    """Physical memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_memory(num_blocks: int, bytes_each: int, available: int) -> None:
+    if num_blocks * bytes_each > available:
+        raise ConfigError(
+            f"num_kv_blocks={num_blocks} blocks of {bytes_each} bytes are {num_blocks * bytes_each} bytes of KV; this machine has "
+            f"{available}: lower it to at most {available // bytes_each}",
+            param="num_kv_blocks",
+        )
 
 
 def _too_small(

@@ -56,6 +56,12 @@ def test_what_can_never_fit_the_pool() -> None:
     refused(target, [1] * 60, error=RequestTooLong)
 
 
+def test_pool_beyond_the_memory_of_the_machine() -> None:
+    with pytest.raises(ConfigError, match=r"this machine has \d+: lower it") as caught:
+        engine(num_kv_blocks=2**31 - 1)
+    assert caught.value.param == "num_kv_blocks"
+
+
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
 def test_ids_outside_the_vocabulary(field: str) -> None:
     assert refused(engine(), P, SamplingParams(**{field: [VOCAB]})).param == field
