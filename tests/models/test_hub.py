@@ -136,6 +136,13 @@ def test_local_paths(tmp_path: Path) -> None:
         hub.resolve(tmp_path / "model.bin")
 
 
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_names_that_are_none(name: object) -> None:
+    with pytest.raises(ModelNotFound, match="must be a known name") as caught:
+        hub.resolve(name)  # type: ignore[arg-type]
+    assert caught.value.param == "model"
+
+
 def test_hub_ids_go_to_the_hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
