@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specdec.errors import ConfigError
@@ -30,9 +31,17 @@ def export(checkpoint: Checkpoint, directory: Path, *, dtype: str = "float32", s
     """
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(EXPORT_DTYPES)}, got {dtype!r}", param="dtype")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not an empty directory; choose another one for --convert", param="convert")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError(f"{directory} exists and is not an empty directory; choose another one for --convert", param="convert")
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(checkpoint, directory, dtype, shard_bytes)
+    except (OSError, SafetensorError) as err:
+        raise ConfigError(f"{directory} cannot be written: {err}; choose another directory for --convert", param="convert") from err
+    return directory
+
+
+def _write(checkpoint: Checkpoint, directory: Path, dtype: str, shard_bytes: int) -> None:
     recorder = _Recorder(checkpoint.weights(), directory, getattr(torch, dtype), shard_bytes)
     # The model names the tensors it needs and their shapes; on the meta device building it costs nothing.
     LlamaModel(checkpoint.config, recorder, device=torch.device("meta"), dtype=torch.float32)
@@ -42,7 +51,6 @@ def export(checkpoint: Checkpoint, directory: Path, *, dtype: str = "float32", s
             shutil.copyfile(checkpoint.files / name, directory / name)
     _write_json(directory / "config.json", checkpoint.config.to_hf() | {"torch_dtype": dtype})
     _write_json(directory / "generation_config.json", _generation_config(checkpoint.config))
-    return directory
 
 
 def _generation_config(config: ModelConfig) -> dict[str, object]:

@@ -203,3 +203,8 @@ def test_pull_converts_and_does_not_overwrite(tmp_path: Path, monkeypatch: pytes
         run_pull(str(tmp_path / "m.gguf"), convert=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="dtype"):
         run_pull(str(tmp_path / "m.gguf"), convert=str(tmp_path / "other"), dtype="int8")
+    (tmp_path / "file").write_text("in the way")
+    for place in ("/proc/specdec", str(tmp_path / "file" / "below")):
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            run_pull(str(tmp_path / "m.gguf"), convert=place)
+        assert caught.value.param == "convert" and place in caught.value.message
