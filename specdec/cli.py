@@ -1,4 +1,4 @@
-"""`specdec serve | generate | chat | bench | verify | pull | env`. Thin: every command calls the library."""
+"""`specdec serve | generate | chat | verify | pull | env`. Thin: every command calls the library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text)
         _model_flags(command)
         command.add_argument("prompt", nargs="?", help="text; without it lines are read from the keyboard")
-        command.add_argument("--max-tokens", type=int, default=256)
+        command.add_argument("--max-tokens", type=_positive, default=256)
         command.add_argument("--temperature", type=float, default=0.0)
         command.add_argument("--seed", type=int)
         command.add_argument("--trace", action="store_true", help="draw the draft trees afterwards")
@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="check that speculation does not change the output of a model")
     _model_flags(verify)
-    verify.add_argument("--max-tokens", type=int, default=128)
-    verify.add_argument("--prompts", type=int, default=8)
+    verify.add_argument("--max-tokens", type=_positive, default=128)
+    verify.add_argument("--prompts", type=_positive, default=8)
     verify.set_defaults(run=_verify)
 
     pull = commands.add_parser("pull", help="fetch a model into the cache")
@@ -56,6 +56,16 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("env", help="versions, device, and the backend of every op").set_defaults(run=_env)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+_positive.__name__ = "positive integer"  # argparse names the type when `int` fails
 
 
 def _model_flags(command: argparse.ArgumentParser) -> None:
@@ -129,7 +139,14 @@ def _lines(mark: str) -> Any:
 def _verify(args: argparse.Namespace, rest: list[str]) -> int:
     from specdec.selftest import run
 
-    return run(args.model, speculation=args.speculation, device=args.device, max_tokens=args.max_tokens, num_prompts=args.prompts)
+    return run(
+        args.model,
+        speculation=args.speculation,
+        device=args.device,
+        deterministic=args.deterministic,
+        max_tokens=args.max_tokens,
+        num_prompts=args.prompts,
+    )
 
 
 def _pull(args: argparse.Namespace, rest: list[str]) -> int:

@@ -65,24 +65,27 @@ def rounding_noise(llm: LLM, prompt: list[int], output: list[int], logprobs: lis
     return (sum((a - b) ** 2 for a, b in zip(again, logprobs, strict=True)) / max(len(again), 1)) ** 0.5
 
 
-def run(model: str, *, speculation: str, device: str, max_tokens: int, num_prompts: int) -> int:
+def run(model: str, *, speculation: str, device: str, deterministic: bool, max_tokens: int, num_prompts: int) -> int:
     """Print a table and a verdict; 0 when every difference is a near-tie, 1 otherwise."""
     from specdec.llm import LLM
 
-    off = LLM(model, speculation="off", device=device)
-    on = LLM(model, speculation=speculation, device=device)
+    off = LLM(model, speculation="off", device=device, deterministic=deterministic)
+    on = LLM(model, speculation=speculation, device=device, deterministic=deterministic)
     texts = [PROMPTS[i % len(PROMPTS)] for i in range(num_prompts)]
     prompts = [off.tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True) for t in texts]
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0)
     reference = [off.generate([p], params)[0].outputs[0] for p in prompts]
+    drafting = [on.generate([p], params)[0] for p in prompts]
     runs = {
-        speculation: [on.generate([p], params)[0].outputs[0].token_ids for p in prompts],
+        speculation: [o.outputs[0].token_ids for o in drafting],
         "off, batched": [o.outputs[0].token_ids for o in off.generate(list(prompts), params)],
     }
     noise = [rounding_noise(off, p, r.token_ids, [e.logprob for e in r.logprobs or []]) for p, r in zip(prompts, reference, strict=True)]
     sigma = max(noise)
     total = sum(len(r.token_ids) for r in reference)
     print(f"{len(prompts)} prompts, {total} tokens; rounding noise of a log-probability: {sigma:.2e}")
+    drafted, accepted = (sum(getattr(o.metrics, name) for o in drafting) for name in ("drafted", "accepted"))
+    print(f"{speculation}: {drafted} tokens drafted, {accepted} accepted" + ("" if drafted else "; nothing was put to the test"))
     bugs = 0
     for name, outputs in runs.items():
         found = [first_divergence(off, p, r.token_ids, o) for p, r, o in zip(prompts, reference, outputs, strict=True)]
