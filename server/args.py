@@ -104,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--speculation", default="auto", choices=METHODS)
     spec.add_argument("--verify", choices=[m for m in VERIFY_MODES if m != "synthetic"])
     spec.add_argument("--policy", choices=("auto", "fixed"))
-    for flag, dest, kind, text in _SPEC_FLAGS:
-        spec.add_argument(f"--{flag}", dest=f"spec_{dest}", metavar=dest.upper(), type=kind, help=text)
+    for flag, dest, convert, text in _SPEC_FLAGS:
+        spec.add_argument(f"--{flag}", dest=f"spec_{dest}", metavar=dest.upper(), type=convert, help=text)
     engine = p.add_argument_group("engine (absent = the default of LLM)")
     for name, kind, text in _ENGINE_FLAGS:
         choices = DTYPE_CHOICES if name in ("dtype", "kv_dtype") else None
