@@ -114,7 +114,7 @@ class SpecPolicy:
             return self._skip("draft_len")
         if not self.fixed:
             nodes = min(nodes, widest)
-            name = choose(names, state.records, self._drafters, state.ledger.steps)
+            name = choose(names, state.records, state.ledger.steps)
             depth = min(depth, self._depth(state, name, min(depth, nodes - 1), batch), nodes - 1)
             if depth < 1:
                 return self._skip("policy")

@@ -103,7 +103,7 @@ BUILT_IN = {  # name -> module that registers it, imported when first asked for
     "wrong": "specdec.spec.testing",
     "mix": "specdec.spec.testing",
 }
-HOST_DRAFTERS = ("ngram", "suffix")  # what method="auto" chooses from without a draft head
+HOST_DRAFTERS = ("suffix", "ngram")  # what method="auto" chooses from without a draft head, the usual best first
 
 
 def create_for(context: DrafterContext) -> dict[str, Proposer]:
