@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Slowed:
-    """An engine whose every step takes `seconds` longer."""
+    """An engine whose every step takes `seconds` longer, after it has scheduled what waits (like the fake engine's)."""
 
     def __init__(self, engine: Any, seconds: float):
         self._engine = engine
@@ -38,8 +38,9 @@ class Slowed:
         return getattr(self._engine, name)
 
     def step(self) -> Any:
+        outputs = self._engine.step()
         time.sleep(self._seconds)
-        return self._engine.step()
+        return outputs
 
 
 def build(args: argparse.Namespace) -> Engine:
