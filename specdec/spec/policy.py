@@ -28,7 +28,7 @@ from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats,
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
-CHEAP = 0.02  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
+CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
 
