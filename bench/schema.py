@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": commit(),
-        "argv": sys.argv,
+        "argv": [Path(arg).name if arg.startswith("/") else arg for arg in sys.argv],  # no paths of this machine
         "specdec": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
