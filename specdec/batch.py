@@ -71,9 +71,7 @@ class BatchBuilder:
         rows.words.extend([0] * share.num_new)
         if share.samples:
             rows.logit_rows.append(first + share.num_new - 1)
-        if seq.params.prompt_logprobs is not None and seq.choice == 0 and start < seq.num_prompt - 1:
-            stop = min(start + share.num_new, seq.num_prompt - 1)
-            rows.prompt_rows.extend(range(first, first + stop - start))
+        rows.prompt_rows.extend(range(first, first + share.prompt_rows))
         rows.close(start, 0, seq.request_slot)
 
     @staticmethod

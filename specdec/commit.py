@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specdec.types import DraftTree, Scheduled, StepPlan, StepStats, Verdict
@@ -56,14 +55,3 @@ def count(stats: StepStats, share: Scheduled, drafter: str | None, drafted: int,
     reached.extend([0] * (accepted - len(reached)))
     for i in range(accepted):
         reached[i] += 1
-
-
-def prompt_spans(plan: StepPlan) -> Iterator[tuple[Scheduled, int, int]]:
-    """Shares that compute rows for prompt_logprobs, in plan order: (share, rows, position of the first row's own token).
-
-    The row at position p predicts token p + 1. Before commit. Matches the layout of `Batch.prompt_rows`.
-    """
-    for share in plan.scheduled:
-        seq = share.seq
-        if seq.params.prompt_logprobs is not None and seq.choice == 0 and seq.num_computed < seq.num_prompt - 1:
-            yield share, min(share.num_new, seq.num_prompt - 1 - seq.num_computed), seq.num_computed

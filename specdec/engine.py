@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.commit import Moves, compaction, count, open_stats, prompt_spans
+from specdec.commit import Moves, compaction, count, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
@@ -236,14 +236,15 @@ class Engine:
         if forward.prompt_logits is None:
             return
         first = 0
-        for share, rows, position in prompt_spans(plan):
-            seq = share.seq
+        for share in plan.scheduled:
+            rows = share.prompt_rows
+            if not rows:
+                continue
+            seq, start = share.seq, share.seq.num_computed + 1  # the row at position p predicts token p + 1
             known = self._requests[seq.request_id].prompt_logprobs
             assert known is not None and seq.params.prompt_logprobs is not None
-            new = prompt_logprobs(
-                forward.prompt_logits[first : first + rows], seq.tokens[position + 1 : position + 1 + rows], seq.params.prompt_logprobs
-            )
-            known.extend(new[max(len(known) - 1 - position, 0) :])
+            new = prompt_logprobs(forward.prompt_logits[first : first + rows], seq.tokens[start : start + rows], seq.params.prompt_logprobs)
+            known.extend(new[max(len(known) - start, 0) :])
             first += rows
 
     def _release(self, seq: Sequence, how: Callable[[Sequence], None]) -> None:

@@ -52,6 +52,14 @@ class Scheduled:
     samples: bool
     budget: SpecBudget = NO_DRAFT
 
+    @property
+    def prompt_rows(self) -> int:
+        """How many of the share's first rows prompt_logprobs asks for: those that predict a prompt token. Before commit."""
+        seq = self.seq
+        if seq.params.prompt_logprobs is None or seq.choice != 0:
+            return 0
+        return max(0, min(self.num_new, seq.num_prompt - 1 - seq.num_computed))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.spec.tree import ancestor_words, chain
 from specdec.types import Batch, Forward
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class ModelRunner:
         size, groups = self.kv.block_size, len(self.kv.groups)
         device = self.device
         node = torch.arange(rows)
-        words = torch.tensor([(1 << (i + 1)) - 1 if i < 63 else -1 for i in range(rows)], dtype=torch.long)
+        words = ancestor_words(chain([0], [[0] * (rows - 1)]))[0]
         blocks = -(-(context + rows) // size)
         return Batch(
             input_ids=torch.zeros(rows, dtype=torch.long, device=device),
