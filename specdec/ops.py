@@ -179,14 +179,28 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Paged attention for causal and tree rows (`specdec.types.Batch`). Returns [T, nh*hd]; rows past cu_query[B] are 0.
 
     q [T,nh,hd], caches [NB,bs,nkv,hd], block_table [B,M] i32, cu_query [B+1] i32, ctx_lens and tree_len [B] i32,
-    tree_mask [T] i64, positions [T] i64, sinks [nh]. A key at logical position p is visible iff positions - p < window.
+    tree_mask [T] i64, positions [T] i64, sinks [nh], first [B] i32. A key at logical position p is visible iff p >= first (at
+    most the row's own position) and positions - p < window. The rows of a tree are any of its tree_len nodes.
     """
     return _TREE_ATTENTION(
-        q, k_cache, v_cache, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, scale=scale, window=window, sinks=sinks
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_query,
+        ctx_lens,
+        tree_len,
+        tree_mask,
+        positions,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        first=first,
     )
 
 

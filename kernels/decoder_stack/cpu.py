@@ -46,6 +46,7 @@ def decoder_stack(
         caches,
         groups,
         taps,
+        batch.first_key,
     )
     return hidden, tapped if taps else None
 
