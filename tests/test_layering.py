@@ -46,6 +46,7 @@ RANKS = {
     "selftest": 12,
     "cli_pull": 12,
     "server": 13,
+    "train": 13,
     "cli": 14,
 }
 

@@ -1,0 +1,119 @@
+"""The target writes the answers: our own engine, speculation off, many sequences at once, resumable by shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specdec.config import SamplingParams
+from specdec.errors import ConfigError
+from specdec.llm import LLM
+from specdec.train.data import Answer, make_corpus, write_shard
+from specdec.train.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """What the answers depend on. Written beside the shards; a directory holds the answers of one such config.
+
+    temperatures: every prompt is answered once at each. shard_size: conversations a shard. limit: 0 = all prompts.
+    """
+
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    max_tokens: int = 512
+    seed: int = 0
+    shard_size: int = 4096
+    limit: int = 0
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation under way: `messages` so far, at one temperature."""
+
+    prompt: Prompt
+    temperature: float
+    messages: list[dict[str, str]]
+
+
+def generate(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    directory: Path,
+    config: GenerateConfig,
+    *,
+    part: tuple[int, int] = (0, 1),
+    progress: bool = True,
+) -> int:
+    """Write the missing shards of share `part` = (i, n) of the work; returns the number of answer tokens written.
+
+    Several processes may work at once, each on its own share. Sampled answers depend only on the config and the prompt.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _claim(directory / "generate.json", config)
+    jobs = [Talk(p, t, []) for t in config.temperatures for p in (prompts[: config.limit] if config.limit else prompts)]
+    starts = range(0, len(jobs), config.shard_size)
+    mine = [(i, start) for i, start in enumerate(starts) if i % part[1] == part[0]]
+    missing = [(file, start) for i, start in mine if not (file := directory / f"shard-{i:05d}.safetensors").exists()]
+    total = 0
+    with tqdm(missing, disable=not progress, unit="shard", desc=f"generate {part[0]}/{part[1]}") as bar:
+        for file, start in bar:
+            answers = converse(llm, jobs[start : start + config.shard_size], config, progress=progress)
+            write_shard(file, make_corpus(answers))
+            total += sum(len(a.tokens) - a.prompt_len for a in answers)
+            bar.set_postfix(tokens=total)
+    return total
+
+
+def _claim(file: Path, config: GenerateConfig) -> None:
+    """Refuse to mix answers of two configs in one directory."""
+    wanted = json.dumps(asdict(config))
+    if not file.exists():
+        part = file.with_suffix(f".part{os.getpid()}")
+        part.write_text(wanted, encoding="utf-8")
+        part.replace(file)
+    if json.loads(file.read_text(encoding="utf-8")) != json.loads(wanted):
+        raise ConfigError(f"{file.parent} holds answers of another config ({file.read_text()}); choose another directory", param="out")
+
+
+def converse(llm: LLM, talks: Sequence[Talk], config: GenerateConfig, *, progress: bool = False) -> list[Answer]:
+    """Answer all conversations, turn by turn: one sequence for each turn, with the turns before it in its prompt.
+
+    A conversation whose next prompt would leave no room for `max_tokens` is cut short there.
+    """
+    answers: list[Answer] = []
+    waiting, turn = list(talks), 0
+    room = llm.engine.max_model_len - config.max_tokens
+    while waiting := [t for t in waiting if turn < len(t.prompt.turns)]:
+        ready: list[tuple[Talk, list[int]]] = []
+        for talk in waiting:
+            talk.messages.append({"role": "user", "content": talk.prompt.turns[turn]})
+            ids = llm.tokenizer.apply_chat_template(talk.messages, add_generation_prompt=True)
+            if len(ids) <= room:
+                ready.append((talk, ids))
+        if not ready:
+            break
+        params = [_params(talk, turn, config) for talk, _ in ready]
+        for (talk, ids), output in zip(ready, llm.generate([i for _, i in ready], params, use_tqdm=progress), strict=True):
+            choice = output.outputs[0]
+            talk.messages.append({"role": "assistant", "content": choice.text})
+            ended = choice.finish_reason == "stop"
+            answers.append(Answer(ids + choice.token_ids, len(ids), talk.temperature, ended, talk.prompt.id, talk.prompt.domain))
+        waiting, turn = [talk for talk, _ in ready], turn + 1
+    return answers
+
+
+def _params(talk: Talk, turn: int, config: GenerateConfig) -> SamplingParams:
+    seed = zlib.crc32(f"{config.seed}/{talk.prompt.id}/{turn}/{talk.temperature}".encode())
+    return SamplingParams(temperature=talk.temperature, max_tokens=config.max_tokens, seed=seed)
+
+
+def open_target(model: str, **options: Any) -> LLM:
+    """The engine that answers: no speculation."""
+    return LLM(model, speculation="off", **options)

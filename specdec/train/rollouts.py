@@ -1,0 +1,37 @@
+"""Which rollouts of a parallel draft are trained: conditional drop (COD), nested, so a kept mask row has all shallower ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample_depths(mask: Tensor, depths: int, keep: float, floor: float, generator: torch.Generator) -> Tensor:
+    """Draw the deepest mask row kept for every anchor: [B, L] i64 on the CPU, 0 = only its real row.
+
+    mask [B, L] bool: labels that count. Of the anchors kept at depth d - 1 whose label at depth d counts, depth d keeps
+    ⌊(n - d) · max(keep^d, floor)⌋, n the sequence's labels. depths: drafts, so mask rows have depths 1 … depths - 1.
+    """
+    batch, length = mask.shape
+    chance = torch.rand(batch, length, generator=generator)
+    count = mask.sum(1)
+    kept = torch.zeros(batch, length, dtype=torch.int64)
+    alive = torch.ones_like(mask)
+    for depth in range(1, depths):
+        valid = torch.zeros_like(mask)
+        if depth + 1 < length:
+            valid[:, : length - 1 - depth] = mask[:, 1 + depth :]
+        wanted = ((count - depth).clamp(min=0) * max(keep**depth, floor)).long()
+        order = torch.where(alive & valid, chance, 2.0).argsort(1).argsort(1)  # rank of each anchor among the candidates
+        alive = alive & valid & (order < wanted[:, None])
+        kept[alive] = depth
+    return kept
+
+
+def arrange(kept: Tensor, depths: int) -> tuple[Tensor, list[int]]:
+    """Anchors by depth of their rollout, deepest first: (place [B, n] i64, mask rows of each depth 1 … depths - 1)."""
+    counts = [int((kept >= d).sum(1).max()) for d in range(1, depths)]
+    while counts and counts[-1] == 0:
+        counts.pop()
+    order = kept.argsort(dim=1, descending=True, stable=True)
+    return order[:, : counts[0] if counts else 0], counts
