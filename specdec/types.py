@@ -28,12 +28,17 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class SpecBudget:
-    """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node)."""
+    """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node).
+
+    feeds: the drafter runs its own nodes, a beam of them at every depth but the last, and keeps their K and V in slots behind
+    the newest token (`specdec.budget`).
+    """
 
     drafter: str | None = None
     nodes: int = 1
     depth: int = 0
     width: int = 1
+    feeds: bool = False
 
 
 NO_DRAFT = SpecBudget()
@@ -45,12 +50,14 @@ class Scheduled:
 
     `samples` is True when the last of them is the newest token of the sequence: its row is the root of a draft tree and
     yields tokens. Trees are planned for decode rows only (`num_new == 1`); a longer share gets the root alone.
+    rerun: rows before `num_computed` (0 or 1) that run again without writing K and V, for the hidden states a draft head needs.
     """
 
     seq: Sequence
     num_new: int
     samples: bool
     budget: SpecBudget = NO_DRAFT
+    rerun: int = 0
 
     @property
     def prompt_rows(self) -> int:
@@ -72,7 +79,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Rows without draft nodes."""
-        return sum(s.num_new for s in self.scheduled)
+        return sum(s.rerun + s.num_new for s in self.scheduled)
 
     @property
     def sampling(self) -> tuple[Scheduled, ...]:

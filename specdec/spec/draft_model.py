@@ -21,7 +21,7 @@ from specdec.spec.draft_kv import DraftRunner
 from specdec.spec.proposer import DrafterContext, register
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import Calibration, DraftTrie, outcomes
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
@@ -98,9 +98,9 @@ class DraftModel:
             logits = self._runner.feed([(shares[b].seq, tries[b].tokens[tips[b]]) for b in live])
         return self._finish(shares, tries, laws)
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn how often candidates of a given probability and rank are accepted."""
-        for share, kept, done in zip(shares, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
+        for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
             trie = self._tries.pop(share.seq, None)
             if trie is not None and kept and not done:
                 trie.learn(kept, self._calibration)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from specdec.config import SpecConfig
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.cache.kv import KVCache
@@ -62,8 +62,8 @@ class Proposer(Protocol):
         """Trees for `shares`, in order; a root-only tree where it has nothing. Never exceeds the budgets."""
         ...
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
-        """After commit: `seq.tokens` already hold the new tokens; learn from them."""
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
+        """After commit: `seq.tokens` already hold the new tokens; learn from them. tree and verdict are of `plan.sampling`."""
         ...
 
     def reset(self, seq: Sequence) -> None:
