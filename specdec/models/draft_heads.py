@@ -157,5 +157,5 @@ def _digest(config: HeadConfig, weights: DictWeights) -> str:
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())
         data = tensor if isinstance(tensor, Tensor) else tensor.data
-        digest.update(data.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(data.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -130,7 +130,11 @@ class HeadConfig:
         """Numbers in one position's taps: the inputs of fc."""
         return len(self.taps) * self.target_hidden_size
 
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Draft KV of all layers lies under one block table; windows are applied per layer."""
+        return (KVGroup(self.kind, self.num_layers, self.num_kv_heads, self.head_dim),)
+
     @property
-    def kv_group(self) -> KVGroup:
-        """Draft KV of all layers under one block table; windows are applied per layer."""
-        return KVGroup(self.kind, self.num_layers, self.num_kv_heads, self.head_dim)
+    def layer_group(self) -> tuple[int, ...]:
+        """Layer -> index into `kv_groups()`."""
+        return (0,) * self.num_layers

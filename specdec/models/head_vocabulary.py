@@ -24,7 +24,7 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, size: in
     distinct = ids.unique().numel()
     if distinct != draft_size:
         raise UnsupportedCheckpoint(f"{origin}: d2t maps {draft_size} draft ids to only {distinct} different target ids of {size}")
-    if draft_size and not (0 <= int(ids.min()) and int(ids.max()) < size):
+    if draft_size and not (int(ids.min()) >= 0 and int(ids.max()) < size):
         raise UnsupportedCheckpoint(
             f"{origin}: d2t reaches target id {int(ids.max() if int(ids.max()) >= size else ids.min())}, the vocabulary has {size}; "
             f"d2t holds offsets from the draft id, not target ids"
@@ -36,7 +36,7 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, draft_size: int, size: in
         _check_agreement(ids, t2d, size, origin)
     elif reduced and not bool(d2t.any()):
         raise UnsupportedCheckpoint(
-            f"{origin}: d2t is all zero although draft_vocab_size {draft_size} is below vocab_size {size}, and there is no t2d to confirm it"
+            f"{origin}: d2t is all zero and no t2d confirms it, although draft_vocab_size {draft_size} is below vocab_size {size}"
         )
     return ids
 
