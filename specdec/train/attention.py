@@ -7,6 +7,8 @@ before it in the same chain: one masked matrix product, and a few own keys a row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,23 +35,22 @@ def real_keys(anchor: Tensor, row: Tensor, length: int, window: int | None) -> T
     return seen if window is None else seen & (row[..., None] - key < window)
 
 
-def chained(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, own_k: Tensor, own_v: Tensor, own_seen: Tensor | None = None) -> Tensor:
+def chained(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Guesses over the real keys they see and over their own chain.
 
-    q [B, Q, nh, hd]; k, v [B, L, nkv, hd] real keys; seen [Q, L] or [B, Q, L] bool; own_k, own_v [B, Q, E, nkv, hd] the
-    keys of the guess's own chain, itself included; own_seen [Q, E] bool, None = all. -> [B, Q, nh, hd].
+    q [B, Q, nh, hd]; k, v [B, L, nkv, hd] real keys; seen [Q, L] or [B, Q, L] bool; own: (k, v) of each guess of the same
+    chain, itself last, each [B, Q, nkv, hd]. -> [B, Q, nh, hd].
     """
     b, rows, heads, hd = q.shape
     length, nkv = k.shape[1], k.shape[2]
+    own_k, own_v = (torch.stack([pair[i] for pair in own], 2) for i in (0, 1))
     q = (q * hd**-0.5).view(b, rows, nkv, heads // nkv, hd)
     real = q.permute(0, 2, 3, 1, 4).reshape(b, nkv, -1, hd) @ k.permute(0, 2, 3, 1)
     real = real.view(b, nkv, heads // nkv, rows, length)
     real = real.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), float("-inf"))
-    own = torch.einsum("bqkgh,bqekh->bkgqe", q, own_k)
-    if own_seen is not None:
-        own = own.masked_fill(~own_seen, float("-inf"))
-    weights = torch.cat([real, own], -1).softmax(-1)  # the library accumulates in float32 for bfloat16 scores
-    on_real, on_own = weights.split([length, own.shape[-1]], -1)
+    scores = torch.cat([real, torch.einsum("bqkgh,bqekh->bkgqe", q, own_k)], -1)
+    weights = scores.softmax(-1)  # the library accumulates in float32 for bfloat16 scores
+    on_real, on_own = weights.split([length, len(own)], -1)
     mixed = (on_real.reshape(b, nkv, -1, length) @ v.transpose(1, 2)).view(b, nkv, heads // nkv, rows, hd)
     return mixed.permute(0, 3, 1, 2, 4).reshape(b, rows, heads, hd) + torch.einsum("bkgqe,bqekh->bqkgh", on_own, own_v).flatten(2, 3)
 
@@ -69,9 +70,8 @@ class Unroll:
         keys.append((k, v))
         if self.step == 0:
             return causal(q, k, v, window)
-        own_k, own_v = (torch.stack([pair[i] for pair in keys[1:]], 2) for i in (0, 1))
         seen = real_keys(self._row, self._row + self.step, self._length, window)
-        return chained(q, keys[0][0], keys[0][1], seen, own_k, own_v)
+        return chained(q, keys[0][0], keys[0][1], seen, keys[1:])
 
 
 class Rollouts:
@@ -82,22 +82,20 @@ class Rollouts:
     """
 
     def __init__(self, windows: tuple[int | None, ...], length: int, place: Tensor, counts: list[int]):
-        self._windows, self._length, self._counts = windows, length, counts
-        device = place.device
-        self.member = torch.cat([torch.arange(n, device=device) for n in counts])  # [Q] column of `place`
-        self.depth = torch.cat([torch.full((n,), d + 1, device=device) for d, n in enumerate(counts)])  # [Q]
-        self.anchor = place[:, self.member]  # [B, Q]
-        self._own_seen = self.depth[:, None] > torch.arange(len(counts), device=device)
-        starts = torch.tensor([sum(counts[:d]) for d in range(len(counts))], device=device)
-        limits = torch.tensor(counts, device=device) - 1
-        self._own = starts + torch.minimum(self.member[:, None], limits)  # [Q, E] rows of the same rollout by depth
+        self._windows, self._length, self._counts, self._place = windows, length, counts, place
+        none = place.new_zeros(place.shape[0], 0)
+        self.anchor = torch.cat([none, *(place[:, :n] for n in counts)], 1)  # [B, Q]
+        depths = [torch.full((n,), d + 1, device=place.device) for d, n in enumerate(counts)]
+        self.depth = torch.cat([none.new_zeros(0), *depths])  # [Q]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, L + Q, nh, hd]; k, v [B, L + Q, nkv, hd], rotated -> [B, L + Q, nh, hd]."""
-        n, window = self._length, self._windows[layer]
-        real = causal(q[:, :n], k[:, :n], v[:, :n], window)
-        if not len(self.member):
-            return real
-        seen = real_keys(self.anchor, self.anchor + self.depth, n, window)
-        own_k, own_v = k[:, n:][:, self._own], v[:, n:][:, self._own]
-        return torch.cat([real, chained(q[:, n:], k[:, :n], v[:, :n], seen, own_k, own_v, self._own_seen)], 1)
+        window = self._windows[layer]
+        (real_q, *deep_q), (real_k, *deep_k), (real_v, *deep_v) = (t.split([self._length, *self._counts], 1) for t in (q, k, v))
+        mixed = [causal(real_q, real_k, real_v, window)]
+        for d, n in enumerate(self._counts):
+            anchor = self._place[:, :n]
+            seen = real_keys(anchor, anchor + d + 1, self._length, window)
+            own = [(deep_k[e][:, :n], deep_v[e][:, :n]) for e in range(d + 1)]
+            mixed.append(chained(deep_q[d], real_k, real_v, seen, own))
+        return torch.cat(mixed, 1)

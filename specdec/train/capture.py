@@ -85,6 +85,8 @@ class DenseTarget:
         b, length, _ = x.shape
         qkv = F.linear(x, w.qkv, _bias(attention.qkv.bias, x))
         q, k, v = (t.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for t in qkv.split([c.q_size, c.kv_size, c.kv_size], -1))
+        if attention.head_norms is not None:
+            q, k = (self._normed(t, norm.weight) for t, norm in zip((q, k), attention.head_norms, strict=True))
         cos, sin = attention.rotary.cos[:length], attention.rotary.sin[:length]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mask = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.config import SamplingParams
 from specdec.train.data import Corpus, TokenBatch, epoch
-from specdec.train.loop import Features, autocast, score
+from specdec.train.loop import Features, score
 from specdec.train.loss import Labels, label_mask
 from specdec.train.model import TrainableHead
 from specdec.train.rollouts import sample_depths
@@ -65,18 +65,16 @@ def simulate(head: TrainableHead, features: Features, corpus: Corpus, *, depths:
 
 def accepted_runs(head: TrainableHead, features: Features, batch: TokenBatch, depths: int, device: torch.device) -> Tensor:
     """[B, L] i64 on the CPU: how many drafts of the chain that starts at each place equal the text's next tokens."""
-    kept = None
+    batch, kept = batch.to(device), None
     if head.config.kind == "peagle":
-        kept = sample_depths(label_mask(batch), depths, 1.0, 1.0, torch.Generator())
-    on_device = batch.to(device)
-    mask = label_mask(on_device).flatten()
+        kept = sample_depths(label_mask(batch), depths, 1.0, 1.0, torch.Generator(device))
+    mask = label_mask(batch).flatten()
     empty = mask.new_zeros(0, 0)
     rank = torch.where(mask, mask.cumsum(0) - 1, -1)
-    following = on_device.tokens.flatten().roll(-1)[mask]
+    following = batch.tokens.flatten().roll(-1)[mask]
     labels = Labels(mask.nonzero().squeeze(1), empty, following, rank)
-    with autocast(device):
-        hidden, entries = score(head, on_device, features(on_device), labels, depths, kept)
-        best = torch.cat([head.lm_head(part).argmax(-1) for part in hidden.split(8192)])
+    hidden, entries = score(head, batch, features(batch), labels, depths, kept)
+    best = torch.cat([head.lm_head(part).argmax(-1) for part in hidden.split(8192)])
     right = torch.zeros(depths, mask.numel(), dtype=torch.bool, device=device)
     right[entries.depth, entries.place] = head.target_ids[best] == labels.best[entries.label]
     return right.cumprod(0).sum(0).view(batch.tokens.shape).cpu()

@@ -6,10 +6,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +59,7 @@ def score(
 ) -> tuple[Tensor, Entries]:
     """Run the head on a batch: (hidden states [E, Hd] of the predictions to score, the predictions).
 
-    kept [B, L] i64 on the CPU: which mask rows a parallel head runs (`sample_depths`); None for a recurrent head.
+    kept [B, L] i64: which mask rows a parallel head runs (`sample_depths`); None for a recurrent head.
     """
     length = batch.tokens.shape[1]
     if kept is None:
@@ -69,15 +67,10 @@ def score(
         entries = chain_entries(labels, length, depths)
     else:
         place, counts = arrange(kept, depths)
-        states, rollouts = head.parallel(batch.tokens, captured.taps, place.to(batch.tokens.device), counts)
+        states, rollouts = head.parallel(batch.tokens, captured.taps, place, counts)
         hidden = states.flatten(0, 1)
-        entries = rollout_entries(labels, rollouts, kept.to(batch.tokens.device), length)
+        entries = rollout_entries(labels, rollouts, kept, length)
     return hidden.index_select(0, entries.row), entries
-
-
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 activations on CUDA over float32 weights; float32 elsewhere."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 class Trainer:
@@ -140,12 +133,10 @@ class Trainer:
             self.epoch, self.taken = self.epoch + 1, 0
 
     def _update(self, batch: TokenBatch) -> None:
-        kept = self._kept(batch)
         batch = batch.to(self.device)
         captured = self.features(batch)
         labels = make_labels(batch, captured, self.lm_head)
-        with autocast(self.device):
-            hidden, entries = score(self.head, batch, captured, labels, self.config.depths, kept)
+        hidden, entries = score(self.head, batch, captured, labels, self.config.depths, self._kept(batch))
         scale = self.config.decay ** entries.depth.float() / max(1, len(labels.where))
         loss, best = soft_cross_entropy(hidden, self.head.lm_head.weight, labels.law, entries.label, scale)
         self.optimizer.zero_grad(set_to_none=True)
@@ -164,7 +155,7 @@ class Trainer:
         """The rollouts of a parallel head in this step, drawn from (seed, step)."""
         if self.head.config.kind != "peagle":
             return None
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        generator = torch.Generator(self.device).manual_seed(self.config.seed * 1_000_003 + self.step)
         return sample_depths(label_mask(batch), self.config.depths, self.config.keep, self.config.floor, generator)
 
     @property

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v), each [B, R, heads, hd] -> [B, R, nh, hd]
 
 
+class Linear(nn.Linear):
+    """Float32 weights, multiplied in the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
 class Norm(nn.Module):
     """RMSNorm; statistics in float32, output in the input's dtype."""
 
@@ -38,10 +45,10 @@ class Projections(nn.Module):
     def __init__(self, config: HeadConfig, inputs: int):
         super().__init__()
         hd, q, kv = config.head_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(inputs, q, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inputs, kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inputs, kv, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q, config.hidden_size, bias=config.o_bias)
+        self.q_proj = Linear(inputs, q, bias=config.qkv_bias)
+        self.k_proj = Linear(inputs, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(inputs, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(q, config.hidden_size, bias=config.o_bias)
         self.q_norm = Norm(hd, config.eps) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(hd, config.eps) if config.qk_norm else nn.Identity()
         self.head_dim = hd
@@ -58,9 +65,9 @@ class Mlp(nn.Module):
     def __init__(self, config: HeadConfig):
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, inner, bias=bias)
+        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -94,7 +101,10 @@ class DraftLayer(nn.Module):
 
 
 class TrainableHead(nn.Module):
-    """The head's parameters, and its two ways of training. `embedding`: the target's token embedding [V, Hd], frozen and shared."""
+    """The head's parameters, float32, and its two ways of training; both compute in the dtype of the taps they are given.
+
+    embedding [V, Hd]: the target's, frozen and shared.
+    """
 
     embedding: Tensor
     target_ids: Tensor
@@ -107,14 +117,14 @@ class TrainableHead(nn.Module):
             raise ConfigError("a head is trained on the target's embedding; its hidden size must be the target's", param="hidden_size")
         self.config = config
         taps = len(config.taps) * config.target_hidden_size
-        self.fc = nn.Linear(taps, config.hidden_size, bias=False)
+        self.fc = Linear(taps, config.hidden_size, bias=False)
         if config.norm_before_fc:
             self.input_norm = Norm(taps, config.eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, config.eps) for _ in config.taps)
         self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.kind == "peagle":
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, taps))
         self.register_buffer("embedding", embedding, persistent=False)

@@ -7,15 +7,16 @@ from torch import Tensor
 
 
 def sample_depths(mask: Tensor, depths: int, keep: float, floor: float, generator: torch.Generator) -> Tensor:
-    """Draw the deepest mask row kept for every anchor: [B, L] i64 on the CPU, 0 = only its real row.
+    """Draw the deepest mask row kept for every anchor: [B, L] i64, 0 = only its real row.
 
-    mask [B, L] bool: labels that count. Of the anchors kept at depth d - 1 whose label at depth d counts, depth d keeps
-    ⌊(n - d) · max(keep^d, floor)⌋, n the sequence's labels. depths: drafts, so mask rows have depths 1 … depths - 1.
+    mask [B, L] bool: labels that count, on the generator's device. Of the anchors kept at depth d - 1 whose label at depth
+    d counts, depth d keeps ⌊(n - d) · max(keep^d, floor)⌋, n the sequence's labels. depths: drafts, so mask rows have depths
+    1 … depths - 1.
     """
     batch, length = mask.shape
-    chance = torch.rand(batch, length, generator=generator)
+    chance = torch.rand(batch, length, generator=generator, device=mask.device)
     count = mask.sum(1)
-    kept = torch.zeros(batch, length, dtype=torch.int64)
+    kept = torch.zeros(batch, length, dtype=torch.int64, device=mask.device)
     alive = torch.ones_like(mask)
     for depth in range(1, depths):
         valid = torch.zeros_like(mask)
@@ -30,7 +31,8 @@ def sample_depths(mask: Tensor, depths: int, keep: float, floor: float, generato
 
 def arrange(kept: Tensor, depths: int) -> tuple[Tensor, list[int]]:
     """Anchors by depth of their rollout, deepest first: (place [B, n] i64, mask rows of each depth 1 … depths - 1)."""
-    counts = [int((kept >= d).sum(1).max()) for d in range(1, depths)]
+    depth = torch.arange(1, depths, device=kept.device)
+    counts: list[int] = (kept[..., None] >= depth).sum(1).amax(0).tolist()
     while counts and counts[-1] == 0:
         counts.pop()
     order = kept.argsort(dim=1, descending=True, stable=True)
