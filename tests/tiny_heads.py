@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.models.config import ModelConfig, RopeConfig
@@ -111,3 +112,28 @@ def build_head(config: HeadConfig, tensors: dict[str, Tensor], target: LlamaMode
 def write_head(directory: Path, layout: str, config: HeadConfig, tensors: dict[str, Tensor], **options: Any) -> Path:
     """The head in one of the exporter's layouts; options are those of `export_head`."""
     return export_head(directory, config, tensors, layout, **options)
+
+
+def rotate_basis(checkpoint: Path, *, seed: int = 0) -> None:
+    """Rewrite an untied Llama checkpoint so that it computes the same function with its residual stream in another basis.
+
+    Norm weights are folded into the matrices that read the stream (an RMSNorm without weights commutes with rotations).
+    """
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    size = tensors["model.norm.weight"].shape[0]
+    rotation = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
+    for name in [n for n in tensors if n.endswith(".weight") and tensors[n].dim() == 2]:
+        weight = tensors[name]
+        layer = name.split(".self_attn")[0].split(".mlp")[0]
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = rotation.T @ weight
+        elif "embed_tokens" in name:
+            tensors[name] = weight @ rotation
+        else:
+            norm = (
+                "model.norm" if "lm_head" in name else f"{layer}.input_layernorm" if "attn" in name else f"{layer}.post_attention_layernorm"
+            )
+            tensors[name] = weight * tensors[f"{norm}.weight"] @ rotation
+    norms = {n: torch.ones(size) for n in tensors if n.endswith("norm.weight")}
+    save_file({n: t.contiguous() for n, t in (tensors | norms).items()}, file)

@@ -43,23 +43,38 @@ def measure(model: LlamaModel, taps: Sequence[int]) -> dict[str, Any]:
 
 
 def mismatch(stored: Mapping[str, Any], model: LlamaModel) -> str | None:
-    """Why `model` is not the target that was measured, or None. An unreadable fingerprint is a mismatch too."""
-    if stored.get("version") != VERSION or not isinstance(stored.get("taps"), Mapping) or not stored["taps"]:
+    """Why `model` is not the target that was measured, or None. A fingerprint that cannot be read is a mismatch too."""
+    if stored.get("version") != VERSION:
         return f"fingerprint of version {stored.get('version')!r} cannot be compared, this is version {VERSION}"
     if stored.get("config") != config_digest(model.config):
         return f"config hash {stored.get('config')!r} is not the target's {config_digest(model.config)!r}"
-    taps = [int(tap) for tap in stored["taps"]]
-    found = measure(model, taps)["taps"]
-    for tap in taps:
-        reason = _difference(stored["taps"][str(tap)], found[str(tap)])
+    expected = stored.get("taps")
+    legal = {str(tap) for tap in range(model.config.num_layers + 1)}
+    if not isinstance(expected, Mapping) or not expected or not legal.issuperset(expected) or not all(map(_complete, expected.values())):
+        return "its statistics are damaged and cannot be compared"
+    found = measure(model, [int(tap) for tap in expected])["taps"]
+    for tap, statistics in expected.items():
+        reason = _difference(statistics, found[tap])
         if reason is not None:
             return f"hidden states entering layer {tap}: {reason}"
     return None
 
 
+def _complete(statistics: Any) -> bool:
+    """Whether a tap's entry has the fields and types that `_statistics` writes."""
+    if not isinstance(statistics, Mapping):
+        return False
+    numbers = [statistics.get("mean"), statistics.get("std"), *(statistics.get("projections") or [None])]
+    return all(isinstance(number, (int, float)) for number in numbers)
+
+
 def correlation(stored: Mapping[str, Any], found: Mapping[str, Any], tap: int) -> float:
     """Cosine between the projections of two fingerprints at a tap: 1 = same weights, about 0 = unrelated."""
-    a, b = (torch.tensor(f["taps"][str(tap)]["projections"], dtype=torch.float64) for f in (stored, found))
+    return _cosine(stored["taps"][str(tap)], found["taps"][str(tap)])
+
+
+def _cosine(stored: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    a, b = (torch.tensor(tap["projections"], dtype=torch.float64) for tap in (stored, found))
     return float(torch.nn.functional.cosine_similarity(a, b, dim=0)) if a.shape == b.shape else 0.0
 
 
@@ -74,7 +89,7 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def _difference(stored: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    cosine = correlation({"taps": {"0": stored}}, {"taps": {"0": found}}, 0)
+    cosine = _cosine(stored, found)
     if not cosine >= MIN_CORRELATION:
         return f"correlation {cosine:.2f} is below {MIN_CORRELATION}; other weights, or another basis"
     ratio = found["std"] / stored["std"] if stored["std"] else float("inf")
