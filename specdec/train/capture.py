@@ -159,7 +159,7 @@ class FeatureStore:
         return (len(target.taps) + 1) * target.config.hidden_size * target.dtype.itemsize + 12
 
     def __call__(self, batch: TokenBatch) -> Capture:
-        """The captures of a batch's tokens, each [B, L, …]; padding repeats the corpus' first token."""
+        """The captures of a batch of this corpus, each [B, L, …]; padding repeats the corpus' first token."""
         return Capture(self._taps[batch.index], self._hidden[batch.index], self._log_z[batch.index], self._top[batch.index])
 
 
