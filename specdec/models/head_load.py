@@ -48,7 +48,7 @@ def load_head(
             param="draft_quantization",
         )
     path = find_head(source)
-    tensors = read_tensors(path)
+    tensors = _without_copies(read_tensors(path), target.model)
     extra = read_json(path / SIDE_FILE) if (path / SIDE_FILE).is_file() else {}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     try:
@@ -69,6 +69,16 @@ def load_head(
     head.warning = _distrust(config.fingerprint, model, str(path))
     head.trusted = head.warning is None
     return head
+
+
+def _without_copies(tensors: dict[str, RawWeight], model: LlamaModel) -> dict[str, RawWeight]:
+    """The tensors less an embedding that is a copy of the target's: writers save frozen ones too."""
+    name, size = "embed_tokens.weight", (model.config.vocab_size, model.config.hidden_size)
+    own = tensors.get(name)
+    if not isinstance(own, Tensor) or tuple(own.shape) != size:
+        return tensors
+    same = torch.equal(model.embedding.dequantize().to(own.device, own.dtype), own)
+    return {key: tensor for key, tensor in tensors.items() if not (same and key == name)}
 
 
 def _converted(tensor: RawWeight, precision: str) -> RawWeight:

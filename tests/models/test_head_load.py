@@ -116,6 +116,16 @@ def test_vllm_spellings(target: LoadedModel, tmp_path: Path) -> None:
     assert torch.equal(outputs(head), outputs(build_head(config, tensors, target.model)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_the_embedding_is_shared(target: LoadedModel, tmp_path: Path, dtype: torch.dtype) -> None:
+    config, tensors = tiny_head("eagle3", target.config, own_embedding=True)
+    copied = tensors | {"embed_tokens.weight": target.model.embedding.dequantize().to(dtype)}
+    path = write_head(tmp_path / "copy", "speculators", config, copied, storage=str(dtype).removeprefix("torch."))
+    assert load_head(path, target).embedding is target.model.embedding
+    other = load_head(write_head(tmp_path / "own", "speculators", config, tensors), target)
+    assert other.config.own_embedding and other.embedding is not target.model.embedding
+
+
 def test_norm_output_depends_on_the_writer(target: LoadedModel, tmp_path: Path) -> None:
     """SpecForge means the norm before lm_head, speculators the state fed back."""
     config, tensors = tiny_head("eagle3", target.config)
