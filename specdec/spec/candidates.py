@@ -21,6 +21,7 @@ from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.types import DraftTree
 
+TINY = 1e-30  # least chance of what is possible at all: 0 is kept for what is not
 FIELD = 256  # tokens of largest q that enter the noisy race; the rest are too unlikely to be worth their noise
 
 
@@ -111,13 +112,18 @@ class Race:
 
 def _top(scores: Tensor, law: Tensor, width: int) -> tuple[Tensor, Tensor]:
     top = scores.topk(width, dim=-1)
-    return top.indices, (top.values - law.logsumexp(dim=-1, keepdim=True)).exp()
+    return top.indices, _chances(top.values, law)
 
 
 def _winners(race: Tensor, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The best of race [R, W] and their share in its softmax; ids [R, W]."""
     top = race.topk(width, dim=-1)
-    return ids.gather(1, top.indices), (top.values - race.logsumexp(dim=-1, keepdim=True)).exp()
+    return ids.gather(1, top.indices), _chances(top.values, race)
+
+
+def _chances(values: Tensor, race: Tensor) -> Tensor:
+    """Share of values [R, w] in the softmax of race [R, W]; 0 only for those at -inf."""
+    return (values - race.logsumexp(dim=-1, keepdim=True)).exp().clamp(min=TINY).masked_fill(torch.isneginf(values), 0.0)
 
 
 def drawn_tree(tree: DraftTree, laws: dict[tuple[int, int], Tensor], device: torch.device) -> DraftTree:
