@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--head", type=Path, required=True, help="directory of the exported head")
     evaluate.add_argument("--depths", type=int, default=8)
     evaluate.add_argument("--max-len", type=int, default=1024)
+    evaluate.add_argument("--ended-only", action="store_true", help="only answers that came to their natural end")
     evaluate.set_defaults(run=_evaluate)
     plot = commands.add_parser("plot", help="draw the curves of a run")
     plot.add_argument("metrics", type=Path, help="metrics.jsonl")
@@ -154,7 +155,8 @@ def _train(args: argparse.Namespace) -> None:
 def _evaluate(args: argparse.Namespace) -> None:
     from specdec.train.recipe import evaluate_exported
 
-    accepted = evaluate_exported(_load(args), args.head, args.data, depths=args.depths, max_len=args.max_len)
+    limits = {"depths": args.depths, "max_len": args.max_len, "ended_only": args.ended_only}
+    accepted = evaluate_exported(_load(args), args.head, args.data, **limits)
     print(json.dumps({domain: a.to_json() for domain, a in accepted.items()}))
 
 

@@ -48,9 +48,9 @@ def chained(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, own: Sequence[tuple[T
     real = q.permute(0, 2, 3, 1, 4).reshape(b, nkv, -1, hd) @ k.permute(0, 2, 3, 1)
     real = real.view(b, nkv, heads // nkv, rows, length)
     real = real.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), float("-inf"))
-    scores = torch.cat([real, torch.einsum("bqkgh,bqekh->bkgqe", q, own_k)], -1)
-    weights = scores.softmax(-1)  # the library accumulates in float32 for bfloat16 scores
-    on_real, on_own = weights.split([length, len(own)], -1)
+    on_chain = F.pad(torch.einsum("bqkgh,bqekh->bkgqe", q, own_k), (0, -len(own) % 8), value=float("-inf"))  # rows stay aligned
+    weights = torch.cat([real, on_chain], -1).softmax(-1)  # the library accumulates in float32 for bfloat16 scores
+    on_real, on_own = weights[..., :length], weights[..., length : length + len(own)]
     mixed = (on_real.reshape(b, nkv, -1, length) @ v.transpose(1, 2)).view(b, nkv, heads // nkv, rows, hd)
     return mixed.permute(0, 3, 1, 2, 4).reshape(b, rows, heads, hd) + torch.einsum("bkgqe,bqekh->bqkgh", on_own, own_v).flatten(2, 3)
 

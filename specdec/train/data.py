@@ -10,7 +10,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,16 +74,21 @@ class Corpus:
             tuple(self.domains[i] for i in indices),
         )
 
-    def cut(self, max_len: int) -> Corpus:
-        """Every sequence cut after `max_len` tokens; those without an answer token left are dropped."""
-        keep = [i for i, (n, p) in enumerate(zip(self.lengths.tolist(), self.prompt_len.tolist(), strict=True)) if min(n, max_len) > p >= 1]
-        kept = self.take(keep)
-        lengths = kept.lengths.clamp(max=max_len)
+    def cut(self, max_len: int, unended: int = 0) -> Corpus:
+        """Every sequence cut after `max_len` tokens, and answers that never ended after `unended` tokens of theirs (0 = not at all).
+
+        Sequences without an answer token left are dropped.
+        """
+        limit = self.lengths.clamp(max=max_len)
+        if unended:
+            limit = torch.where(self.ended, limit, torch.minimum(limit, self.prompt_len + unended))
+        keep = (limit > self.prompt_len) & (self.prompt_len >= 1)
+        kept, lengths = self.take(keep.nonzero().squeeze(1).tolist()), limit[keep]
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         inside = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
         tokens = kept.tokens[inside + torch.repeat_interleave(kept.offsets[:-1], lengths)]
-        ended = kept.ended & (kept.lengths <= max_len)
-        return Corpus(tokens, offsets, kept.prompt_len, kept.temperature, ended, kept.prompt_ids, kept.domains)
+        ended = kept.ended & (kept.lengths == lengths)
+        return replace(kept, tokens=tokens, offsets=offsets, ended=ended)
 
 
 def make_corpus(answers: Sequence[Answer]) -> Corpus:

@@ -51,7 +51,8 @@ def simulate(head: TrainableHead, features: Features, corpus: Corpus, *, depths:
 
     Each walk starts where the engine would: after the prompt and the first token of the answer.
     """
-    device, result = head.target_ids.device, {}
+    device = head.target_ids.device
+    result: dict[str, Acceptance] = {}
     for batch in epoch(corpus, batch_tokens, 0, 0):
         runs = accepted_runs(head, features, batch, depths, device)
         members = torch.searchsorted(corpus.offsets, batch.index[:, 0].contiguous(), right=True) - 1

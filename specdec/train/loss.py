@@ -96,12 +96,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            h, p, s = hidden[part], law[label[part]].float(), scale[part, None]
+            h, p, s = hidden[part], law[label[part]], scale[part, None]
             logits = (h @ narrow.T).float()
             best[part] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            total -= ((p * log_q).sum(-1, keepdim=True) * s).sum()
-            grad = ((log_q.exp_() * p.sum(-1, keepdim=True) - p) * s).to(hidden.dtype)
+            q = logits.softmax(-1)
+            top = best[part, None]
+            log_z = logits.gather(1, top) - q.gather(1, top).log()
+            mass = p.sum(-1, keepdim=True, dtype=torch.float32)
+            total += ((mass * log_z - (p * logits).sum(-1, keepdim=True)) * s).sum()
+            grad = q.mul_(mass).sub_(p).mul_(s).to(hidden.dtype)
             d_hidden[part] = grad @ narrow
             d_weight += (grad.T @ h).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)

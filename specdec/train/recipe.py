@@ -36,7 +36,7 @@ STORE_SHARE = 0.5  # of the free device memory that captured features may take
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
     """What kind of head. taps: None = 2, L/2, L - 3. window: of the draft's attention, None = full. max_len: tokens of a sequence
-    used; longer ones are cut. mask_token_id: P-EAGLE's placeholder, None = a special token that the corpus never uses.
+    used; longer ones are cut. unended: tokens kept of an answer that never ended (a weak target's loops), 0 = all. mask_token_id: P-EAGLE's placeholder, None = a special token that the corpus never uses.
     validation: share of the prompts held out. storage: number format of the exported matrices.
     """
 
@@ -47,6 +47,7 @@ class HeadOptions:
     intermediate_size: int | None = None
     window: int | None = None
     max_len: int = 1024
+    unended: int = 0
     mask_token_id: int | None = None
     validation: float = 0.02
     storage: str = "bfloat16"
@@ -115,7 +116,7 @@ class Recipe:
 
     def __init__(self, loaded: LoadedModel, data: Sequence[Path], out: Path, options: HeadOptions, config: TrainConfig):
         self.loaded, self.out, self.options, self.train_config = loaded, out, options, config
-        corpus = join([read_corpus(directory) for directory in data]).cut(options.max_len)
+        corpus = join([read_corpus(directory) for directory in data]).cut(options.max_len, options.unended)
         self.splits = split(corpus, options.validation)
         self.config = make_head_config(loaded, corpus, options, config.depths)
         self.target = DenseTarget(loaded.model, self.config.taps)
@@ -203,10 +204,12 @@ def evaluate(head: TrainableHead, features: Features, corpus: Corpus, depths: in
     return simulate(head, features, corpus, depths=depths) if len(corpus) else {}
 
 
-def evaluate_exported(loaded: LoadedModel, directory: Path, data: Sequence[Path], *, depths: int, max_len: int) -> dict[str, Acceptance]:
-    """Walk an exported head over all answers of temperature 0 in `data`."""
+def evaluate_exported(
+    loaded: LoadedModel, directory: Path, data: Sequence[Path], *, depths: int, max_len: int, ended_only: bool = False
+) -> dict[str, Acceptance]:
+    """Walk an exported head over all answers of temperature 0 in `data`, or only those that came to their natural end."""
     corpus = join([read_corpus(d) for d in data]).cut(max_len)
-    greedy = corpus.take([i for i, t in enumerate(corpus.temperature.tolist()) if t == 0])
+    greedy = corpus.take(((corpus.temperature == 0) & (corpus.ended | (not ended_only))).nonzero().squeeze(1).tolist())
     loaded_head = load_head(directory, loaded)
     tensors = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read_tensors(directory).items()}
     target = DenseTarget(loaded.model, loaded_head.config.taps)

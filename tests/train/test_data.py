@@ -75,6 +75,8 @@ def test_cutting_keeps_the_beginning(tmp_path: Path) -> None:
     assert (cut.tokens.tolist(), cut.prompt_ids, cut.ended.tolist()) == (list(range(6)), ("a",), [False])
     whole = corpus.cut(10)
     assert torch.equal(whole.tokens, corpus.tokens) and whole.ended.tolist() == [True, True]
+    endless = make_corpus([Answer(list(range(10)), 4, 0.0, ended, "a", "") for ended in (True, False)])
+    assert endless.cut(9, unended=2).lengths.tolist() == [9, 6]
 
 
 def test_an_epoch_holds_every_sequence_once_within_the_budget() -> None:
