@@ -120,14 +120,14 @@ def _layer_config(c: HeadConfig) -> dict[str, Any]:
 
 
 def _common(c: HeadConfig) -> dict[str, Any]:
-    different = c.target_hidden_size != c.hidden_size
-    return {
+    """Keys of all layouts. A null `target_hidden_size` would not be the same as none to every reader."""
+    keys = {
         "draft_vocab_size": c.draft_vocab_size,
         "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,
-        "target_hidden_size": c.target_hidden_size if different else None,
     }
+    return keys if c.target_hidden_size == c.hidden_size else {**keys, "target_hidden_size": c.target_hidden_size}
 
 
 def _speculators(c: HeadConfig, verifier: str) -> dict[str, Any]:
