@@ -27,15 +27,11 @@ def read_head_config(
     Raises UnsupportedCheckpoint naming the field.
     """
     dialect = dialect_of(config)
-    nested = dialect == "speculators"
-    layer = config.get("transformer_layer_config") if nested else config
-    if not isinstance(layer, Mapping):
-        raise UnsupportedCheckpoint(f"{origin}: transformer_layer_config must be an object, got {layer!r}")
-    eagle = config.get("eagle_config") or {}
+    layer = _object(config, "transformer_layer_config", origin) if dialect == "speculators" else config
+    eagle = _object(config, "eagle_config", origin)
     _refuse_unsupported(config, eagle, dialect, origin)
-    sizes = _layer_sizes(layer, nested)
+    sizes = _layer_sizes(layer, dialect == "speculators")
     kind, mask = _kind(config, shapes, origin)
-    attention = "layers.0.self_attn."
     return HeadConfig(
         kind=kind,
         hidden_size=sizes.hidden_size,
@@ -52,22 +48,40 @@ def read_head_config(
         taps=_taps(config, eagle, target, origin),
         max_positions=sizes.max_positions if layer.get("max_position_embeddings") else 0,
         norm_before_residual=_norm_before_residual(config, dialect),
-        norm_before_fc=bool(config.get("norm_before_fc") or eagle.get("norm_before_fc")) or "input_norm.weight" in shapes,
-        fc_norm=bool(config.get("fc_norm") or eagle.get("fc_norm")) or "fc_norm.0.weight" in shapes,
         norm_output=_feeds_back_normed(config, dialect),
-        qk_norm=str(layer.get("model_type", "")).startswith("qwen3") or f"{attention}q_norm.weight" in shapes,
-        qkv_bias=sizes.qkv_bias or bool(layer.get("qkv_bias")) or f"{attention}q_proj.bias" in shapes,
-        o_bias=f"{attention}o_proj.bias" in shapes,
-        mlp_bias=sizes.mlp_bias or "layers.0.mlp.gate_proj.bias" in shapes,
         windows=sizes.windows,
         mask_token_id=mask,
         num_depths=_num_depths(config, kind, extra),
-        own_embedding="embed_tokens.weight" in shapes,
-        own_lm_head="lm_head.weight" in shapes,
         dialect=dialect,
-        fingerprint=extra.get("fingerprint"),
-        provenance=extra.get("provenance") or {},
+        fingerprint=_object(extra, "fingerprint", origin) or None,
+        provenance=_object(extra, "provenance", origin),
+        **_switches(config, eagle, layer, sizes, shapes),
     )
+
+
+def _switches(
+    config: Mapping[str, Any], eagle: Mapping[str, Any], layer: Mapping[str, Any], sizes: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, bool]:
+    """The flags that a tensor of the file can switch on."""
+    attention = "layers.0.self_attn."
+    return {
+        "norm_before_fc": bool(config.get("norm_before_fc") or eagle.get("norm_before_fc")) or "input_norm.weight" in shapes,
+        "fc_norm": bool(config.get("fc_norm") or eagle.get("fc_norm")) or "fc_norm.0.weight" in shapes,
+        "qk_norm": str(layer.get("model_type", "")).startswith("qwen3") or f"{attention}q_norm.weight" in shapes,
+        "qkv_bias": sizes.qkv_bias or bool(layer.get("qkv_bias")) or f"{attention}q_proj.bias" in shapes,
+        "o_bias": f"{attention}o_proj.bias" in shapes,
+        "mlp_bias": sizes.mlp_bias or "layers.0.mlp.gate_proj.bias" in shapes,
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_lm_head": "lm_head.weight" in shapes,
+    }
+
+
+def _object(config: Mapping[str, Any], key: str, origin: str) -> Mapping[str, Any]:
+    """A nested object, empty when absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise UnsupportedCheckpoint(f"{origin}: {key} must be an object, got {value!r}")
+    return value or {}
 
 
 def dialect_of(config: Mapping[str, Any]) -> str:

@@ -42,11 +42,7 @@ def load_head(
     A head of another target loads with `trusted` False and a `warning`. Raises ModelNotFound, ConfigError, and
     UnsupportedCheckpoint naming the field and both sizes.
     """
-    if draft_quantization is not None and draft_quantization not in DRAFT_QUANTIZATIONS:
-        raise ConfigError(
-            f"draft_quantization must be None or one of {', '.join(DRAFT_QUANTIZATIONS)}, got {draft_quantization!r}",
-            param="draft_quantization",
-        )
+    _check_precision(draft_quantization)
     path = find_head(source)
     tensors = _without_copies(read_tensors(path), target.model)
     extra = read_json(path / SIDE_FILE) if (path / SIDE_FILE).is_file() else {}
@@ -69,6 +65,14 @@ def load_head(
     head.warning = _distrust(config.fingerprint, model, str(path))
     head.trusted = head.warning is None
     return head
+
+
+def _check_precision(draft_quantization: str | None) -> None:
+    if draft_quantization is not None and draft_quantization not in DRAFT_QUANTIZATIONS:
+        raise ConfigError(
+            f"draft_quantization must be None or one of {', '.join(DRAFT_QUANTIZATIONS)}, got {draft_quantization!r}",
+            param="draft_quantization",
+        )
 
 
 def _without_copies(tensors: dict[str, RawWeight], model: LlamaModel) -> dict[str, RawWeight]:

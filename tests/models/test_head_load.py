@@ -199,6 +199,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "heads": (layer_with(num_key_value_heads=3), r"num_key_value_heads: 3 does not divide num_attention_heads 4"),
     "rope": (layer_with(rope_scaling={"rope_type": "yarn", "factor": 2.0}), r"transformer_layer_config: rope type 'yarn'"),
     "no layer config": (config_with(transformer_layer_config=3), r"transformer_layer_config must be an object"),
+    "eagle_config not an object": (config_with(eagle_config=[1]), r"eagle_config must be an object"),
+    "fingerprint not an object": (
+        lambda p: (p / "specdec.json").write_text('{"fingerprint": 3}') and None,
+        r"fingerprint must be an object",
+    ),
     "other algorithm": (config_with(speculators_model_type="dflash"), r"speculators_model_type: 'dflash'"),
     "both norms": (config_with(fc_norm=True, norm_before_fc=True), r"norm_before_fc and fc_norm exclude each other"),
     "logit scale": (config_with(logit_scale=0.5), r"logit_scale: 0.5"),
