@@ -57,7 +57,7 @@ def _files(path: Path) -> Sequence[Path]:
 def _lines(file: Path) -> list[str]:
     try:
         data = file.read_bytes()
-        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8").splitlines()
+        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8").split("\n")  # texts may hold other line separators
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as err:
         raise ConfigError(f"{file}: not readable as (gzip) UTF-8 text: {err}", param="prompts") from err
 

@@ -35,9 +35,12 @@ STORE_SHARE = 0.5  # of the free device memory that captured features may take
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What kind of head. taps: None = 2, L/2, L - 3. window: of the draft's attention, None = full. max_len: tokens of a sequence
-    used; longer ones are cut. unended: tokens kept of an answer that never ended (a weak target's loops), 0 = all. mask_token_id: P-EAGLE's placeholder, None = a special token that the corpus never uses.
-    validation: share of the prompts held out. storage: number format of the exported matrices.
+    """What kind of head, on which part of the data.
+
+    taps: None = 2, L/2, L - 3. window: of the draft's attention, None = full. max_len: sequences are cut after so many tokens;
+    unended: and answers that never ended (a weak target's loops) after so many of their own, 0 = kept. mask_token_id:
+    P-EAGLE's placeholder, None = a special token that the corpus never uses. validation: share of the prompts held out.
+    storage: number format of the exported matrices.
     """
 
     kind: str = "eagle3"

@@ -24,9 +24,9 @@ def answers(count: int, start: int = 0) -> list[Answer]:
 
 
 def test_prompts_plain_and_gzip(tmp_path: Path) -> None:
-    rows = [{"id": f"x{i}", "domain": "d", "turns": ["hello", "again"][: 1 + i % 2]} for i in range(4)]
+    rows = [{"id": f"x{i}", "domain": "d", "turns": ["hel\u2028lo", "again"][: 1 + i % 2]} for i in range(4)]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows[2:])) + "\n\n", encoding="utf-8")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[:3])).encode()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps(r, ensure_ascii=False) for r in rows[:3]).encode()))
     found = read_prompts([tmp_path])
     assert [(p.id, p.domain, list(p.turns)) for p in found] == [(r["id"], r["domain"], r["turns"]) for r in rows]
 
