@@ -162,3 +162,16 @@ def test_epoch_names_the_weights(target: LoadedModel) -> None:
     changed = tensors | {"fc.weight": tensors["fc.weight"].clone().index_fill_(0, torch.tensor([3]), 0.5)}
     assert build_head(config, changed, target.model).epoch != epoch
     assert build_head(replace(config, norm_output=True), tensors, target.model).epoch != epoch
+
+
+@pytest.mark.parametrize("flags", [VARIANTS["eagle31"], VARIANTS["three layers"], VARIANTS["qk_norm"]], ids=["eagle31", "deep", "qk_norm"])
+def test_deterministic_bits_do_not_depend_on_chunks(target: LoadedModel, flags: dict[str, Any]) -> None:
+    """Draft KV of a pair is the same however its rows were fed: drafts cannot depend on chunk sizes."""
+    config, tensors = tiny_head("eagle3", target.config, **flags)
+    head = build_head(config, tensors, target.model)
+    head.deterministic = True
+    taps = torch.randn(len(IDS), config.tap_size, generator=torch.Generator().manual_seed(5))
+    fused_in_shares = torch.cat([head.fuse(part) for part in taps.split(7)])
+    whole = run(head, IDS, head.fuse(taps), [len(IDS)])
+    for chunks in ([1] * len(IDS), [3, 16, 21]):
+        assert all(torch.equal(a, b) for a, b in zip(run(head, IDS, fused_in_shares, chunks), whole, strict=True))
