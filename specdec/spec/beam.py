@@ -1,8 +1,8 @@
 """Depth-wise beam of a draft head: which nodes run next, and where their keys lie.
 
-At every depth but the last, `width` nodes of each tree run through the head in one pass for all sequences. The i-th of depth
-d is *fed node* (d - 1) * width + i: that is its bit in ancestor words and its slot behind the newest token. Slots never move;
-what is accepted is written again from the target's features.
+At every depth but the last, up to `width` nodes of each tree run through the head, in one pass for all sequences. A sequence
+whose own beam has w places numbers them (d - 1) * w + i, the i-th of depth d: that is the bit in its ancestor words and the
+slot behind the newest token. Slots never move; what is accepted is written again from the target's features.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 
 class Beam:
-    """The running nodes of B sequences, `width` each. limits: per sequence, how many of them have slots. depth: of the tree."""
+    """The running nodes of B sequences. places: of each sequence's own beam; rows beyond it run along and are written nowhere.
 
-    def __init__(self, runner: HeadRunner, seqs: list[Sequence], width: int, limits: list[int], depth: int):
-        self.width, self.depth = width, 0
+    depths: of each tree. words [B, rows] i64: ancestor words of the nodes that ran last.
+    """
+
+    def __init__(self, runner: HeadRunner, seqs: list[Sequence], places: list[int], depths: list[int]):
+        self.width, self.depth = max(places), 0
         self._runner = runner
-        self._limits = np.asarray(limits)
         device = runner.head.device
-        newest = np.asarray([seq.num_computed for seq in seqs])
+        self._places = np.asarray(places)
+        self._newest = np.asarray([seq.num_computed for seq in seqs])
         self._owner = np.asarray([seq.request_slot for seq in seqs])
-        self._newest = newest
-        fed = width * (depth - 1)
-        last = int(newest.max()) + fed
-        context = torch.from_numpy(newest + 1).to(device, torch.int32)
+        fed = self._places * (np.asarray(depths) - 1)
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         self._frame = Batch(
             input_ids=empty,
             positions=empty,
-            cu_query=torch.arange(0, (len(seqs) + 1) * width, width, dtype=torch.int32, device=device),
-            ctx_lens=context,
-            tree_len=torch.full_like(context, fed),
+            cu_query=torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device),
+            ctx_lens=torch.from_numpy(self._newest + 1).to(device, torch.int32),
+            tree_len=torch.from_numpy(fed).to(device, torch.int32),
             tree_mask=empty,
-            block_tables=runner.table(seqs, last),
+            block_tables=runner.table(seqs, int((self._newest + fed).max())),
             slot_mapping=empty[None],
             logit_rows=empty,
             first_key=runner.first(seqs),
         )
-        self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)  # [B, rows] of the nodes that ran last
+        self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)
         self._bits = BIT_TABLE.to(device)
 
     def advance(self, features: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,12 @@ class Beam:
         features [B * rows, Hd]: feedback of that pass. Returns (hidden, feedback), each [B * width, Hd].
         """
         batch, rows = self.words.shape
-        start = self.depth * self.width
+        column = np.arange(self.width)
+        nodes = self.depth * self._places[:, None] + np.minimum(column, self._places[:, None] - 1)
         self.depth += 1
-        self.words = self.words.gather(1, parents) | self._bits[start : start + self.width]
+        self.words = self.words.gather(1, parents) | self._bits[torch.from_numpy(nodes).to(tokens.device)]
         flat = (parents + torch.arange(0, batch * rows, rows, device=parents.device)[:, None]).flatten()
-        cells = self._newest[:, None] + 1 + start + np.arange(self.width)
-        cells = np.where(np.arange(self.width) < self._limits[:, None], cells, -1)
+        cells = np.where(column < self._places[:, None], self._newest[:, None] + 1 + nodes, -1)
         positions = np.repeat(self._newest + self.depth, self.width)
         step = replace(
             self._frame,
@@ -77,7 +77,7 @@ class Beam:
     def keep(self, live: Tensor) -> None:
         """Go on with the sequences `live` [b] i64 alone."""
         index = live.cpu().numpy()
-        self._limits, self._owner, self._newest = self._limits[index], self._owner[index], self._newest[index]
+        self._places, self._owner, self._newest = self._places[index], self._owner[index], self._newest[index]
         self.words = self.words[live]
         frame = self._frame
         self._frame = replace(

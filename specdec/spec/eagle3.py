@@ -103,7 +103,7 @@ class _Growth:
             if self.coupled and not self.drafter._patient and float(scores.max()) < HOPELESS:
                 break
             if running is None:
-                running = self._beam(deepest)
+                running = Beam(self.runner, [s.seq for s in self.shares], self.beams, self.depths)
             stay = [i for i, b in enumerate(self.live) if self.depths[b] > depth]
             tokens = layers[-1].tokens.gather(1, parents)
             if self.by_id:
@@ -117,9 +117,6 @@ class _Growth:
                 self._load()
             hidden, feedback = running.advance(feedback, tokens, self._rows(parents))
         return layers
-
-    def _beam(self, deepest: int) -> Beam:
-        return Beam(self.runner, [self.shares[b].seq for b in self.live], max(self.beams), [self.beams[b] for b in self.live], deepest)
 
     def _rows(self, candidates: Tensor) -> Tensor:
         """Row of the pass that gave each candidate: `width` of them come from a row."""

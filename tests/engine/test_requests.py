@@ -183,7 +183,6 @@ def test_least_model_len() -> None:
     ("method", "fields", "param"),
     [
         ("ngram", {"head": "x"}, "head"),
-        ("auto", {"head": "x"}, "head"),
         ("ngram", {"model": "x"}, "model"),
         ("auto", {"model": "x"}, "model"),
         ("off", {"corpus": "x"}, "corpus"),
@@ -203,7 +202,8 @@ def test_fields_that_the_method_ignores(method: str, fields: dict[str, Any], par
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
-        ("eagle3", {"head": "x"}),
+        ("eagle3", {"head": "x", "draft_quantization": "int8"}),
+        ("auto", {"head": "x"}),
         ("draft_model", {"model": "x"}),
         ("auto", {"corpus": "x"}),
         ("mix", {"mix_p": 0.5}),
