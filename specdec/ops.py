@@ -1,12 +1,13 @@
 """The ops the models call, and the one table that decides which kernel runs them.
 
 Every op has a PyTorch reference and may have faster backends (`specdec/kernels/<op>/`). Preference: cpu > reference on the
-CPU; on CUDA the references until kernels exist. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
+CPU, triton > reference on CUDA. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
 block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv query / KV heads, NB blocks of bs slots.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -49,7 +50,18 @@ def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
     return {**vars(module), **bridges}, None
 
 
+def _load_triton() -> tuple[dict[str, Backend], str | None]:
+    """Triton backends by op name and None, or nothing and the reason why they cannot be used."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return {}, "no CUDA device"
+    try:
+        return import_module("specdec.kernels.triton_table").BACKENDS, None
+    except ImportError as err:
+        return {}, f"Triton not usable ({err}); install triton"
+
+
 _COMPILED, _WHY_NOT = _load_extension()
+_TRITON, _WHY_NO_TRITON = _load_triton()
 
 
 def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
@@ -75,10 +87,11 @@ def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequenc
 
 
 def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
-    """Op `name`: the compiled CPU backend (extension function of the same name), then `extra`, then the reference."""
+    """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
     op = TABLE.op(name)
     op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT))
-    for backend in extra:
+    triton = _TRITON.get(name)
+    for backend in extra if triton is None else (triton, *extra):
         op.add(backend)
     op.add(Backend("reference", reference))
     return op
