@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 TABLE = Registry()
 
 _NEEDS_F32 = "compiled for float32 only"
+_TRITON_OPS = (
+    *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
+    *("gumbel_argmax", "gumbel_noise", "philox_uniform"),
+)
 _HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
 
 
@@ -90,8 +94,9 @@ def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., s
     """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
     op = TABLE.op(name)
     op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT))
-    triton = _TRITON.get(name)
-    for backend in extra if triton is None else (triton, *extra):
+    if name in _TRITON_OPS:
+        op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
+    for backend in extra:
         op.add(backend)
     op.add(Backend("reference", reference))
     return op

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from specdec.kernels.triton_common import dot
 
@@ -42,7 +43,7 @@ def rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: objec
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory a block may have; as on Hopper for the interpreter."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 232448
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"] if device.type == "cuda" else 232448
 
 
 def _tiling(rows: int, sequences: int, group: int, hd: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
@@ -220,37 +221,11 @@ def _one_tile(
 
 @triton.jit(do_not_specialize=["rows", "sequences", "window"])
 def _attend(
-    out,
-    q_base,
-    k_base,
-    v_base,
-    block_table,
-    cu_query,
-    ctx_lens,
-    tree_len,
-    tree_mask,
-    positions,
-    sinks,
-    first,
-    rows,
-    sequences,
-    scale,
-    window,
-    q_row,
-    q_head,
-    kv_block,
-    kv_slot,
-    kv_head,
-    table_row,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    HD: tl.constexpr,
-    PACKED: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    out, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, sinks, first,
+    rows, sequences, scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Grid (row tiles, KV heads). One tile of PACKED // GROUP rows of one sequence against its keys."""
     ROWS: tl.constexpr = PACKED // GROUP
     WIDTH: tl.constexpr = triton.next_power_of_2(HD)
