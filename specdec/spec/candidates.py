@@ -75,11 +75,15 @@ class Race:
         return ids, chances
 
     def law(self, logits: Tensor, rows: TipRows) -> Tensor:
-        """log q [R, V] f32 over the target's vocabulary, after the request's processing; -inf outside the draft's."""
+        """log q [R, V] f32 over the target's vocabulary, after the request's processing; -inf outside the draft's.
+
+        A row has no mass where the request allows nothing that the draft knows.
+        """
         if self.target_ids is not None:
             wide = logits.new_full((logits.shape[0], self.sampling.vocab_size), -torch.inf)
             logits = wide.index_copy_(1, self.target_ids, logits)
-        return torch.log_softmax(self.sampling.process(logits, rows), dim=-1)
+        law = torch.log_softmax(self.sampling.process(logits, rows), dim=-1)
+        return law if self.target_ids is None else law.masked_fill_(law.isnan(), -torch.inf)
 
     def pick(self, log_q: Tensor, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
         """Candidates from log q [R, V] over the target's vocabulary."""
