@@ -43,14 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _generate_flags(commands.add_parser("generate", help="let the target answer prompts"))
     for kind in KINDS:
         _train_flags(commands.add_parser(kind, help=f"train an {kind} head on the answers"), kind)
-    evaluate = commands.add_parser("evaluate", help="walk a trained head over answers of temperature 0")
-    _shared_flags(evaluate)
-    evaluate.add_argument("--data", type=Path, nargs="+", required=True, help="directories of answers")
-    evaluate.add_argument("--head", type=Path, required=True, help="directory of the exported head")
-    evaluate.add_argument("--depths", type=int, default=8)
-    evaluate.add_argument("--max-len", type=int, default=1024)
-    evaluate.add_argument("--ended-only", action="store_true", help="only answers that came to their natural end")
-    evaluate.set_defaults(run=_evaluate)
+    _evaluate_flags(commands.add_parser("evaluate", help="walk a trained head over answers of temperature 0, or serve prompts with it"))
     plot = commands.add_parser("plot", help="draw the curves of a run")
     plot.add_argument("metrics", type=Path, help="metrics.jsonl")
     plot.add_argument("picture", type=Path, help="the SVG file to write")
@@ -80,6 +73,24 @@ def _generate_flags(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_generate)
 
 
+def _evaluate_flags(command: argparse.ArgumentParser) -> None:
+    _shared_flags(command)
+    command.add_argument("--head", type=Path, required=True, help="directory of the exported head")
+    command.add_argument("--data", type=Path, nargs="+", help="directories of answers to walk over")
+    command.add_argument("--depths", type=int, default=8, help="longest chain")
+    command.add_argument("--max-len", type=int, default=1024)
+    command.add_argument("--ended-only", action="store_true", help="only answers that came to their natural end")
+    command.add_argument("--prompts", nargs="+", help="prompts to serve with the engine")
+    command.add_argument("--nodes", type=int, default=32, help="tree size with the root")
+    command.add_argument("--width", type=int, default=4, help="1 = chain")
+    command.add_argument("--limit", type=int, default=0, help="only the first prompts")
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--max-tokens", type=int, default=256)
+    command.add_argument("--max-num-seqs", type=int, default=32)
+    command.add_argument("--max-model-len", type=int, default=2048)
+    command.set_defaults(run=_evaluate)
+
+
 def _train_flags(command: argparse.ArgumentParser, kind: str) -> None:
     """Flags for every field of `HeadOptions` and `TrainConfig`, with their defaults."""
     from specdec.train.loop import TrainConfig
@@ -107,6 +118,7 @@ def _generate(args: argparse.Namespace) -> None:
     from specdec.train.prompts import read_prompts
 
     prompts = read_prompts(args.prompts)
+    prompts = prompts[: args.limit] if args.limit else prompts
     llm = open_target(
         args.model,
         device=args.device,
@@ -115,7 +127,7 @@ def _generate(args: argparse.Namespace) -> None:
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
     )
-    config = GenerateConfig(tuple(args.temperatures), args.max_tokens, args.seed, args.shard_size, args.limit)
+    config = GenerateConfig(tuple(args.temperatures), args.max_tokens, args.seed, args.shard_size)
     total = generate(llm, prompts, args.out, config, part=_part(args.part))
     print(json.dumps({"prompts": len(prompts), "answer_tokens_written": total}))
 
@@ -153,11 +165,35 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from specdec.train.recipe import evaluate_exported
+    """Print one JSON object: "walked" from --data, "served" from --prompts."""
+    if not args.data and not args.prompts:
+        raise ConfigError("evaluate needs --data or --prompts", param="data")
+    result: dict[str, Any] = {}
+    if args.data:
+        from specdec.train.recipe import evaluate_exported
 
-    limits = {"depths": args.depths, "max_len": args.max_len, "ended_only": args.ended_only}
-    accepted = evaluate_exported(_load(args), args.head, args.data, **limits)
-    print(json.dumps({domain: a.to_json() for domain, a in accepted.items()}))
+        limits = {"depths": args.depths, "max_len": args.max_len, "ended_only": args.ended_only}
+        walked = evaluate_exported(_load(args), args.head, args.data, **limits)
+        result["walked"] = {domain: acceptance.to_json() for domain, acceptance in walked.items()}
+    if args.prompts:
+        result["served"] = _serve(args)
+    print(json.dumps(result))
+
+
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from specdec.config import SpecConfig
+    from specdec.llm import LLM
+    from specdec.models.jsonfile import read_json
+    from specdec.train.evaluate import served
+    from specdec.train.prompts import read_prompts
+
+    kind = read_json(args.head / "config.json")["speculators_model_type"]
+    nodes = args.depths + 1 if args.width == 1 else args.nodes
+    speculation = SpecConfig(method=kind, head=str(args.head), nodes=nodes, depth=args.depths, width=args.width, policy="fixed")
+    sizes = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
+    llm = LLM(args.model, speculation=speculation, device=args.device, **sizes)
+    prompts = read_prompts(args.prompts)
+    return served(llm, prompts[: args.limit] if args.limit else prompts, temperature=args.temperature, max_tokens=args.max_tokens)
 
 
 def _plot(args: argparse.Namespace) -> None:

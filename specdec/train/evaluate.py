@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from specdec.train.data import Corpus, TokenBatch, epoch
 from specdec.train.loop import Features, score
 from specdec.train.loss import Labels, label_mask
 from specdec.train.model import TrainableHead
+from specdec.train.prompts import Prompt
 from specdec.train.rollouts import sample_depths
 
 if TYPE_CHECKING:
@@ -97,8 +98,16 @@ def _walk(into: Acceptance, runs: Sequence[int], first: int) -> None:
             at += taken + 1
 
 
-def measure(llm: LLM, prompts: Iterable[str | list[int]], *, temperature: float, max_tokens: int, seed: int = 0) -> Acceptance:
-    """Acceptance length of real runs with the engine's own speculation, as one entry of `steps` and `tokens`."""
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    outputs = llm.generate(list(prompts), params)
-    return Acceptance([sum(o.metrics.steps for o in outputs)], [sum(o.metrics.generated for o in outputs)], [])
+def served(llm: LLM, prompts: Sequence[Prompt], *, temperature: float, max_tokens: int, seed: int = 0) -> dict[str, dict[str, float]]:
+    """The real thing: first turns answered by the engine with its own speculation, by domain and over "all".
+
+    -> acceptance length, target passes and tokens; the pass over the prompt counts as one that committed one token.
+    """
+    ids = [llm.tokenizer.apply_chat_template([{"role": "user", "content": p.turns[0]}]) for p in prompts]
+    outputs = llm.generate(ids, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed))
+    sums: dict[str, list[int]] = {}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for name in ("all", prompt.domain):
+            steps, tokens = sums.get(name, (0, 0))
+            sums[name] = [steps + output.metrics.steps, tokens + output.metrics.generated]
+    return {name: {"length": round(t / max(s, 1), 4), "steps": s, "tokens": t} for name, (s, t) in sorted(sums.items())}

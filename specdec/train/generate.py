@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +18,7 @@ from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.llm import LLM
 from specdec.train.data import Answer, make_corpus, write_shard
+from specdec.train.progress import bar_interval
 from specdec.train.prompts import Prompt
 
 
@@ -23,14 +26,13 @@ from specdec.train.prompts import Prompt
 class GenerateConfig:
     """What the answers depend on. Written beside the shards; a directory holds the answers of one such config.
 
-    temperatures: every prompt is answered once at each. shard_size: conversations a shard. limit: 0 = all prompts.
+    temperatures: every prompt is answered once at each. shard_size: conversations a shard.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     max_tokens: int = 512
     seed: int = 0
     shard_size: int = 4096
-    limit: int = 0
 
 
 @dataclass(slots=True)
@@ -56,30 +58,32 @@ def generate(
     Several processes may work at once, each on its own share. Sampled answers depend only on the config and the prompt.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _claim(directory / "generate.json", config)
-    jobs = [Talk(p, t, []) for t in config.temperatures for p in (prompts[: config.limit] if config.limit else prompts)]
+    digest = hashlib.sha256(json.dumps([(p.id, p.turns) for p in prompts]).encode()).hexdigest()[:16]
+    _claim(directory / "generate.json", asdict(config) | {"prompts": digest})
+    jobs = [Talk(p, t, []) for t in config.temperatures for p in prompts]
     starts = range(0, len(jobs), config.shard_size)
     mine = [(i, start) for i, start in enumerate(starts) if i % part[1] == part[0]]
     missing = [(file, start) for i, start in mine if not (file := directory / f"shard-{i:05d}.safetensors").exists()]
     total = 0
-    with tqdm(missing, disable=not progress, unit="shard", desc=f"generate {part[0]}/{part[1]}") as bar:
+    with tqdm(missing, disable=not progress, unit="shard", desc=f"generate {part[0]}/{part[1]}", mininterval=bar_interval()) as bar:
         for file, start in bar:
-            answers = converse(llm, jobs[start : start + config.shard_size], config, progress=progress)
+            answers = converse(llm, jobs[start : start + config.shard_size], config, progress=progress and sys.stderr.isatty())
             write_shard(file, make_corpus(answers))
             total += sum(len(a.tokens) - a.prompt_len for a in answers)
             bar.set_postfix(tokens=total)
     return total
 
 
-def _claim(file: Path, config: GenerateConfig) -> None:
-    """Refuse to mix answers of two configs in one directory."""
-    wanted = json.dumps(asdict(config))
+def _claim(file: Path, facts: dict[str, Any]) -> None:
+    """Refuse to mix answers of two configs, or to two lists of prompts, in one directory."""
+    wanted = json.dumps(facts)
     if not file.exists():
         part = file.with_suffix(f".part{os.getpid()}")
         part.write_text(wanted, encoding="utf-8")
         part.replace(file)
-    if json.loads(file.read_text(encoding="utf-8")) != json.loads(wanted):
-        raise ConfigError(f"{file.parent} holds answers of another config ({file.read_text()}); choose another directory", param="out")
+    found = file.read_text(encoding="utf-8")
+    if json.loads(found) != json.loads(wanted):
+        raise ConfigError(f"{file.parent} holds answers of another config or to other prompts ({found}); choose another", param="out")
 
 
 def converse(llm: LLM, talks: Sequence[Talk], config: GenerateConfig, *, progress: bool = False) -> list[Answer]:

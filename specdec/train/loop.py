@@ -18,6 +18,7 @@ from specdec.train.capture import Capture
 from specdec.train.data import Corpus, TokenBatch, epoch
 from specdec.train.loss import Entries, Labels, chain_entries, hits, label_mask, make_labels, rollout_entries, soft_cross_entropy
 from specdec.train.model import TrainableHead
+from specdec.train.progress import bar_interval
 from specdec.train.rollouts import arrange, sample_depths
 
 Features = Callable[[TokenBatch], Capture]
@@ -110,14 +111,14 @@ class Trainer:
         """Train to the end of the schedule, or for `stop_after` steps. State is saved at the end."""
         last = None if stop_after is None else self.step + stop_after
         clock, before = time.monotonic(), self.elapsed
-        with tqdm(total=100, disable=not progress, unit="%", desc=f"train {self.head.config.kind}") as bar:
+        with tqdm(total=100, disable=not progress, unit="%", desc=f"train {self.head.config.kind}", mininterval=bar_interval()) as bar:
             batches = self._batches()
             while self.fraction < 1.0 and self.step != last:
                 self._update(next(batches))
                 self.elapsed = before + time.monotonic() - clock
                 bar.update(round(100 * self.fraction, 1) - bar.n)
                 if self.step % self.config.log_every == 0:
-                    bar.set_postfix_str(self._log())
+                    bar.set_postfix_str(self._log(), refresh=False)
                 if self.step % self.config.save_every == 0:
                     self.save()
         self.save()

@@ -65,7 +65,7 @@ def _lawful(made: Recipe) -> Any:
         following = 100 + (tokens - 100 + 1) % CYCLE
         weight = made.target.lm_head
         hidden = 40 * weight[following] / weight[following].square().sum(-1, keepdim=True)
-        logits = hidden @ weight.T
+        logits = (hidden @ weight.T).float()
         return replace(got, hidden=hidden, log_z=logits.logsumexp(-1), top=following)
 
     return captured
@@ -117,6 +117,17 @@ def test_a_resumed_run_gives_the_same_weights(loaded: LoadedModel, work: Path, t
         recipe(loaded, work, tmp_path / "b", kind, steps=7).trainer().resume()
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_training_in_bfloat16_over_float32_weights(work: Path, tmp_path: Path, kind: str) -> None:
+    """The dtypes of CUDA, on any device."""
+    made = recipe(load_model(work / "model", dtype="bfloat16"), work, tmp_path, kind)
+    assert made.target.dtype == torch.bfloat16
+    report = made.run(progress=False)
+    assert {p.dtype for p in made.head.parameters()} == {torch.float32}
+    assert metrics(tmp_path)[-1]["loss"] < 0.5 * metrics(tmp_path)[0]["loss"]
+    assert report["acceptance"]["all"]["lengths"][2] > 2.5
+
+
 def test_minutes_bound_a_run(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
     made = recipe(loaded, work, tmp_path, steps=None, minutes=1e-4)
     trainer = made.trainer()
@@ -138,6 +149,8 @@ def test_the_commands(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(whole) == 2 * (6 + 3)  # one sequence a turn and temperature
     assert main([*answers, "--seed", "1", "--out", str(tmp_path / "whole")]) == 1
     assert "another config" in capsys.readouterr().err
+    assert main([*answers, "--limit", "5", "--out", str(tmp_path / "whole")]) == 1
+    assert "other prompts" in capsys.readouterr().err
     out = tmp_path / "run"
     train = ["eagle3", "--model", model, "--device", "cpu", "--data", str(tmp_path / "whole"), "--out", str(out), "--smoke"]
     assert main(train) == 0
@@ -146,8 +159,28 @@ def test_the_commands(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["steps"] == lines[-1]["step"] and lines[-1]["loss"] < lines[0]["loss"]
     assert load_head(out / "head", load_model(model)).trusted
     assert main(["evaluate", "--model", model, "--head", str(out / "head"), "--data", str(tmp_path / "whole"), "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out)["all"]["lengths"][0] >= 1.0
+    assert json.loads(capsys.readouterr().out)["walked"]["all"]["lengths"][0] >= 1.0
     assert main(["plot", str(out / "metrics.jsonl"), str(tmp_path / "p.svg")]) == 0 and (tmp_path / "p.svg").is_file()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_the_walk_is_what_the_engine_does(work: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
+    """Chains of 3 drafts over answers of temperature 0: the same number of target passes, simulated and served."""
+    model = ["--model", str(work / "model"), "--device", "cpu"]
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"s{i}", "domain": "d", "turns": ["a b c d e f g"[i:]]} for i in range(8)]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    prompts = ["--prompts", str(file), "--max-tokens", "40", "--max-model-len", "128"]
+    assert main(["generate", *model, *prompts, "--temperatures", "0", "--out", str(tmp_path / "data")]) == 0
+    train = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--steps", "40", "--depths", "3", "--lr", "1e-2"]
+    sizes = ["--batch-tokens", "1024", "--draft-vocab", "256", "--validation", "0", "--storage", "float32"]
+    assert main([kind, *model, *train, *sizes]) == 0
+    evaluate = ["evaluate", *model, *prompts, "--head", str(tmp_path / "run" / "head"), "--data", str(tmp_path / "data")]
+    assert main([*evaluate, "--depths", "3", "--width", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    walked, served = found["walked"]["all"], found["served"]["all"]
+    assert walked["lengths"][2] > 1.5  # it learned something to be accepted
+    assert (served["steps"] - 8, served["tokens"] - 8) == (walked["steps"][2], walked["tokens"][2])  # but for the prompts' own passes
 
 
 def test_answers_belong_to_their_prompts(work: Path, tmp_path: Path) -> None:
