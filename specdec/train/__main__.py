@@ -100,6 +100,7 @@ def _train_flags(command: argparse.ArgumentParser, kind: str) -> None:
     command.add_argument("--data", type=Path, nargs="+", required=True, help="directories of answers")
     command.add_argument("--out", type=Path, required=True, help="directory for state, metrics, report and the head")
     command.add_argument("--resume", action="store_true", help="go on from the state in --out")
+    command.add_argument("--pause", type=float, metavar="MINUTES", help="stop early after so many minutes, to be resumed")
     command.add_argument("--smoke", action="store_true", help="sizes for a tiny model on a CPU")
     kinds = {"int": int, "float": float, "str": str}
     own = {"decay": 1.0, "depths": 8} if kind == "peagle" else {}
@@ -158,7 +159,10 @@ def _train(args: argparse.Namespace) -> None:
     options = HeadOptions(**{f.name: values[f.name] for f in fields(HeadOptions)})
     config = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
     recipe = Recipe(_load(args), args.data, args.out, options, config)
-    report = recipe.run(resume=args.resume)
+    report = recipe.run(resume=args.resume, pause=args.pause)
+    if report is None:
+        print(json.dumps({"paused": str(args.out)}))
+        return
     lengths = {domain: a["lengths"] for domain, a in report["acceptance"].items()}
     keys = ("steps", "seconds", "answer_tokens", "coverage", "parameters")
     print(json.dumps({key: report[key] for key in keys} | {"chain_lengths": lengths}))

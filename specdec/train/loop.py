@@ -107,13 +107,14 @@ class Trainer:
         assert self.config.minutes is not None  # TrainConfig checks
         return min(1.0, self.elapsed / (60 * self.config.minutes))
 
-    def run(self, *, stop_after: int | None = None, progress: bool = True) -> None:
-        """Train to the end of the schedule, or for `stop_after` steps. State is saved at the end."""
+    def run(self, *, stop_after: int | None = None, pause: float | None = None, progress: bool = True) -> None:
+        """Train to the end of the schedule, or for `stop_after` steps or `pause` minutes. State is saved at the end."""
         last = None if stop_after is None else self.step + stop_after
+        until = math.inf if pause is None else self.elapsed + 60 * pause
         clock, before = time.monotonic(), self.elapsed
         with tqdm(total=100, disable=not progress, unit="%", desc=f"train {self.head.config.kind}", mininterval=bar_interval()) as bar:
             batches = self._batches()
-            while self.fraction < 1.0 and self.step != last:
+            while self.fraction < 1.0 and self.step != last and self.elapsed < until:
                 self._update(next(batches))
                 self.elapsed = before + time.monotonic() - clock
                 bar.update(round(100 * self.fraction, 1) - bar.n)

@@ -19,6 +19,7 @@ from specdec.models.head_files import read_tensors
 from specdec.models.head_fingerprint import measure as measure_fingerprint
 from specdec.models.head_load import load_head
 from specdec.train.capture import DenseTarget, FeatureStore, Online
+from specdec.train.card import model_card
 from specdec.train.data import Corpus, coverage, draft_vocabulary, join, read_corpus
 from specdec.train.evaluate import Acceptance, simulate
 from specdec.train.loop import Features, TrainConfig, Trainer
@@ -40,7 +41,8 @@ class HeadOptions:
     taps: None = 2, L/2, L - 3. window: of the draft's attention, None = full. max_len: sequences are cut after so many tokens;
     unended: and answers that never ended (a weak target's loops) after so many of their own, 0 = kept. mask_token_id:
     P-EAGLE's placeholder, None = a special token that the corpus never uses. validation: share of the prompts held out.
-    storage: number format of the exported matrices.
+    storage: number format of the exported matrices. init: directory of an exported head to start from; its draft vocabulary
+    is kept, and so is every tensor that has the same shape in the new head.
     """
 
     kind: str = "eagle3"
@@ -54,6 +56,7 @@ class HeadOptions:
     mask_token_id: int | None = None
     validation: float = 0.02
     storage: str = "bfloat16"
+    init: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +127,31 @@ class Recipe:
         self.config = make_head_config(loaded, corpus, options, config.depths)
         self.target = DenseTarget(loaded.model, self.config.taps)
         vocab = loaded.config.vocab_size
-        self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, loaded.config.eos_ids)
+        if options.init is not None:
+            self.target_ids = load_head(options.init, loaded).target_ids.cpu()
+            self.config = replace(self.config, draft_vocab_size=len(self.target_ids))
+        else:
+            self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, loaded.config.eos_ids)
         self.coverage = coverage(self.splits.train, self.target_ids, vocab)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             head = TrainableHead(self.config, self.target.embedding.cpu(), self.target_ids)
         head.start_from(loaded.model.norm.weight.float().cpu(), self.target.lm_head.float().cpu())
+        if options.init is not None:
+            copy_tensors(head, Path(options.init))
         self.head = head.to(self.target.device)
 
-    def run(self, *, resume: bool = False, progress: bool = True) -> dict[str, Any]:
-        """Train (or go on from state.pt), evaluate, export to `out`/head; returns the report, which is also `out`/report.json."""
+    def run(self, *, resume: bool = False, pause: float | None = None, progress: bool = True) -> dict[str, Any] | None:
+        """Train (or go on from state.pt), evaluate, export to `out`/head; returns the report, which is also `out`/report.json.
+
+        pause: minutes after which to stop early and return None, with everything saved to resume from.
+        """
         trainer = self.trainer()
         if not (resume and trainer.resume()):
             (self.out / "metrics.jsonl").unlink(missing_ok=True)
-        trainer.run(progress=progress)
+        trainer.run(pause=pause, progress=progress)
+        if trainer.fraction < 1.0:
+            return None
         report = self.report(trainer)
         self.export(report)
         (self.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -162,6 +176,7 @@ class Recipe:
             "sequences": len(train),
             "answer_tokens": train.num_answer_tokens,
             "temperatures": sorted({round(t, 4) for t in train.temperature.tolist()}),
+            "draft_vocab": len(self.target_ids),
             "coverage": round(self.coverage, 5),
             "parameters": sum(p.numel() for p in self.head.parameters()),
             "steps": trainer.step,
@@ -171,8 +186,8 @@ class Recipe:
         }
 
     def export(self, report: dict[str, Any]) -> Path:
-        """Write the head, in the speculators layout, with the report as its provenance."""
-        return export_head(
+        """Write the head and its card, in the speculators layout, with the report as its provenance."""
+        directory = export_head(
             self.out / "head",
             replace(self.config, provenance=report),
             exported_tensors(self.head),
@@ -181,6 +196,20 @@ class Recipe:
             storage=self.options.storage,
             verifier=Path(self.loaded.name).name,
         )
+        (directory / "README.md").write_text(model_card(report), encoding="utf-8")
+        return directory
+
+
+@torch.no_grad()
+def copy_tensors(head: TrainableHead, directory: Path) -> list[str]:
+    """Start from an exported head, wherever name and shape agree; returns the names. ConfigError when none does."""
+    stored = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read_tensors(directory).items()}
+    names = [name for name, p in head.named_parameters() if name in stored and stored[name].shape == p.shape]
+    if not names:
+        raise ConfigError(f"{directory}: no tensor of this head has the shape of one in the new head", param="init")
+    for name in names:
+        head.get_parameter(name).copy_(stored[name])
+    return names
 
 
 def exported_tensors(head: TrainableHead) -> dict[str, Tensor]:
@@ -214,8 +243,7 @@ def evaluate_exported(
     corpus = join([read_corpus(d) for d in data]).cut(max_len)
     greedy = corpus.take(((corpus.temperature == 0) & (corpus.ended | (not ended_only))).nonzero().squeeze(1).tolist())
     loaded_head = load_head(directory, loaded)
-    tensors = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read_tensors(directory).items()}
     target = DenseTarget(loaded.model, loaded_head.config.taps)
     head = TrainableHead(loaded_head.config, target.embedding.cpu(), loaded_head.target_ids.cpu())
-    head.load_state_dict({n: t.float() for n, t in tensors.items() if n not in ("d2t", "t2d")})
+    copy_tensors(head, directory)
     return evaluate(head.to(target.device), Online(target), greedy, depths)

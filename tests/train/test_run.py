@@ -79,6 +79,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def test_a_head_learns_and_its_export_is_the_same_head(loaded: LoadedModel, work: Path, tmp_path: Path, kind: str) -> None:
     made = recipe(loaded, work, tmp_path, kind)
     report = made.run(progress=False)
+    assert report is not None
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(4, 25, 4))
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
@@ -123,9 +124,36 @@ def test_training_in_bfloat16_over_float32_weights(work: Path, tmp_path: Path, k
     made = recipe(load_model(work / "model", dtype="bfloat16"), work, tmp_path, kind)
     assert made.target.dtype == torch.bfloat16
     report = made.run(progress=False)
+    assert report is not None
     assert {p.dtype for p in made.head.parameters()} == {torch.float32}
     assert metrics(tmp_path)[-1]["loss"] < 0.5 * metrics(tmp_path)[0]["loss"]
     assert report["acceptance"]["all"]["lengths"][2] > 2.5
+
+
+def test_a_paused_run_goes_on(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
+    assert recipe(loaded, work, tmp_path, steps=3).run(pause=1e-6, progress=False) is None
+    assert not (tmp_path / "head").exists()
+    report = recipe(loaded, work, tmp_path, steps=3).run(resume=True, progress=False)
+    assert report is not None and report["steps"] == 3
+
+
+def test_a_head_can_start_from_another(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
+    first = recipe(loaded, work, tmp_path / "first", steps=2)
+    first.run(progress=False)
+    options = replace(OPTIONS, kind="peagle", num_layers=2, draft_vocab=100, init=str(tmp_path / "first" / "head"))
+    second = Recipe(loaded, [work / "cycle"], tmp_path / "second", options, CONFIG)
+    known = dict(first.head.named_parameters())
+    assert second.target_ids.tolist() == first.target_ids.tolist()
+    fresh = [name for name, p in second.head.named_parameters() if name not in known or not torch.equal(p, known[name])]
+    assert fresh and all(name == "mask_hidden" or name.startswith("layers.1.") for name in fresh)
+
+
+def test_the_card_names_numbers_and_command(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
+    report = recipe(loaded, work, tmp_path, steps=2).run(progress=False)
+    card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
+    assert report is not None and "EAGLE-3 draft head for model" in card and loaded.fingerprint in card
+    row = next(line for line in card.splitlines() if line.startswith("| all |"))
+    assert row.split("|")[3:-1] == [f" {value:.2f} " for value in report["acceptance"]["all"]["lengths"]]
 
 
 def test_minutes_bound_a_run(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
