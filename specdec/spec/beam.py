@@ -7,7 +7,6 @@ slot behind the newest token. Slots never move; what is accepted is written agai
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,26 +30,25 @@ class Beam:
     def __init__(self, runner: HeadRunner, seqs: list[Sequence], places: list[int], depths: list[int]):
         self.width, self.depth = max(places), 0
         self._runner = runner
-        device = runner.head.device
-        self._places = np.asarray(places)
-        self._newest = np.asarray([seq.num_computed for seq in seqs])
-        self._owner = np.asarray([seq.request_slot for seq in seqs])
-        fed = self._places * (np.asarray(depths) - 1)
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        self._frame = Batch(
-            input_ids=empty,
-            positions=empty,
-            cu_query=torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device),
-            ctx_lens=torch.from_numpy(self._newest + 1).to(device, torch.int32),
-            tree_len=torch.from_numpy(fed).to(device, torch.int32),
-            tree_mask=empty,
-            block_tables=runner.table(seqs, int((self._newest + fed).max())),
-            slot_mapping=empty[None],
-            logit_rows=empty,
-            first_key=runner.first(seqs),
-        )
+        self._device = device = runner.head.device
+        own, newest = np.asarray(places)[:, None], np.asarray([seq.num_computed for seq in seqs])
+        fed = own[:, 0] * (np.asarray(depths) - 1)
+        column, passes = np.arange(self.width), np.arange(max(depths) - 1)[:, None, None]
+        nodes = passes * own + np.minimum(column, own - 1)  # [passes, B, width]
+        inside = (column < own) & (nodes < fed[:, None])
+        cells = np.where(inside, newest[:, None] + 1 + nodes, -1)
+        owner = np.repeat([seq.request_slot for seq in seqs], self.width)
+        slots = runner.slots(np.tile(owner, len(passes)), cells.reshape(-1))
+        self._slots = slots.view(len(passes), len(seqs), self.width)
+        self._bits = BIT_TABLE.to(device)[torch.from_numpy(np.minimum(nodes, 63)).to(device)]
+        self._positions = torch.from_numpy(newest[:, None] + 1 + passes + 0 * column).to(device)
+        self._cu = torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device)
+        self._context = torch.from_numpy(newest + 1).to(device, torch.int32)
+        self._fed = torch.from_numpy(fed).to(device, torch.int32)
+        self._tables = runner.table(seqs, int((newest + fed).max()))
+        self._first = runner.first(seqs)
+        self._none = torch.zeros(0, dtype=torch.int64, device=device)
         self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)
-        self._bits = BIT_TABLE.to(device)
 
     def advance(self, features: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Run the next depth: tokens [B, width] below the rows `parents` [B, width] of the pass before.
@@ -58,33 +56,27 @@ class Beam:
         features [B * rows, Hd]: feedback of that pass. Returns (hidden, feedback), each [B * width, Hd].
         """
         batch, rows = self.words.shape
-        column = np.arange(self.width)
-        nodes = self.depth * self._places[:, None] + np.minimum(column, self._places[:, None] - 1)
-        self.depth += 1
-        self.words = self.words.gather(1, parents) | self._bits[torch.from_numpy(nodes).to(tokens.device)]
-        flat = (parents + torch.arange(0, batch * rows, rows, device=parents.device)[:, None]).flatten()
-        cells = np.where(column < self._places[:, None], self._newest[:, None] + 1 + nodes, -1)
-        positions = np.repeat(self._newest + self.depth, self.width)
-        step = replace(
-            self._frame,
-            input_ids=tokens.flatten(),
-            positions=torch.from_numpy(positions).to(tokens.device),
-            tree_mask=self.words.flatten(),
-            slot_mapping=self._runner.slots(np.repeat(self._owner, self.width), cells.flatten()),
+        self.words = self.words.gather(1, parents) | self._bits[self.depth]
+        if batch > 1:
+            parents = parents + torch.arange(0, batch * rows, rows, device=self._device)[:, None]
+        step = Batch(
+            tokens.flatten(),
+            self._positions[self.depth].flatten(),
+            self._cu,
+            self._context,
+            self._fed,
+            self.words.flatten(),
+            self._tables,
+            self._slots[self.depth].view(1, -1),
+            self._none,
+            first_key=self._first,
         )
-        return self._runner.feed(step, features[flat])
+        self.depth += 1
+        return self._runner.feed(step, features[parents.flatten()])
 
     def keep(self, live: Tensor) -> None:
         """Go on with the sequences `live` [b] i64 alone."""
-        index = live.cpu().numpy()
-        self._places, self._owner, self._newest = self._places[index], self._owner[index], self._newest[index]
-        self.words = self.words[live]
-        frame = self._frame
-        self._frame = replace(
-            frame,
-            cu_query=frame.cu_query[: len(index) + 1],
-            ctx_lens=frame.ctx_lens[live],
-            tree_len=frame.tree_len[live],
-            block_tables=frame.block_tables[:, live],
-            first_key=None if frame.first_key is None else frame.first_key[live],
-        )
+        self.words, self._cu = self.words[live], self._cu[: len(live) + 1]
+        self._slots, self._bits, self._positions = self._slots[:, live], self._bits[:, live], self._positions[:, live]
+        self._context, self._fed, self._first = self._context[live], self._fed[live], self._first[live]
+        self._tables = self._tables[:, live]

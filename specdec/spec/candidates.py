@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,7 +41,14 @@ class TipRows(RowInfo):
         self.request_slots, self.device, self.root_only = request_slots, device, True
         self.counts, self.num_rows = [1] * len(request_slots), len(request_slots)
         self.path_tokens = path.to(device)
-        self.depth = depth if isinstance(depth, Tensor) else torch.full((self.num_rows,), depth, dtype=torch.int64, device=device)
+        self._depth = depth
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """[R] i64."""
+        if isinstance(self._depth, Tensor):
+            return self._depth
+        return torch.full((self.num_rows,), self._depth, dtype=torch.int64, device=self.device)
 
     def select(self, index: Tensor) -> TipRows:
         """The rows `index` [r] i64 alone."""
@@ -83,26 +91,28 @@ class Race:
             wide = logits.new_full((logits.shape[0], self.sampling.vocab_size), -torch.inf)
             logits = wide.index_copy_(1, self.target_ids, logits)
         law = torch.log_softmax(self.sampling.process(logits, rows), dim=-1)
-        return law if self.target_ids is None else law.masked_fill_(law.isnan(), -torch.inf)
+        return law if self.target_ids is None else torch.where(law.isnan(), -torch.inf, law)
 
     def pick(self, log_q: Tensor, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
-        """Candidates from log q [R, V] over the target's vocabulary."""
+        """(ids, chances) from log q [R, V] over the target's vocabulary; a row without mass has no possible candidate."""
         if not self.sampling.samples(rows.request_slots):
-            return _top(log_q, log_q, width)
-        if self.coupled:
-            return self._noisy(log_q, None, rows, width)
-        ids = torch.arange(log_q.shape[-1], device=log_q.device).expand_as(log_q).contiguous()
-        seeds, positions, choices, noisy = self.sampling.noise(rows)
-        purpose = rng.draft_purpose(int(rows.depth[0]) + 1)  # drawn one depth at a time
-        noise = ops.gumbel_noise(seeds, positions - rows.depth, choices, ids, purpose)
-        return _winners(log_q + torch.where(noisy[:, None], noise, 0.0), ids, width)
+            ids, chances = _top(log_q, width)
+        elif self.coupled:
+            ids, chances = self._noisy(log_q, None, rows, width)
+        else:
+            every = torch.arange(log_q.shape[-1], device=log_q.device).expand_as(log_q).contiguous()
+            seeds, positions, choices, noisy = self.sampling.noise(rows)
+            purpose = rng.draft_purpose(int(rows.depth[0]) + 1)  # drawn one depth at a time
+            noise = ops.gumbel_noise(seeds, positions - rows.depth, choices, every, purpose)
+            ids, chances = _drawn(log_q + torch.where(noisy[:, None], noise, 0.0), width)
+        return ids, chances.nan_to_num_(0.0)
 
     def _narrow(self, logits: Tensor, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
         """Candidates in the draft's own vocabulary: temperature and truncation do not need to know ids."""
         assert self.target_ids is not None
         if self.sampling.samples(rows.request_slots):
             return self._noisy(self.sampling.truncate(logits, rows), self.target_ids, rows, width)
-        ids, chances = _top(logits, logits, width)
+        ids, chances = _top(logits, width)
         return self.target_ids[ids], chances
 
     def _noisy(self, scores: Tensor, target_ids: Tensor | None, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
@@ -111,23 +121,21 @@ class Race:
         ids = field.indices if target_ids is None else target_ids[field.indices]
         seeds, positions, choices, noisy = self.sampling.noise(rows)
         noise = ops.gumbel_noise(seeds, positions, choices, ids, rng.TARGET)
-        return _winners(field.values + torch.where(noisy[:, None], noise, 0.0), ids, width)
+        winners, chances = _top(field.values + torch.where(noisy[:, None], noise, 0.0), width)
+        return ids.gather(1, winners), chances
 
 
-def _top(scores: Tensor, law: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    top = scores.topk(width, dim=-1)
-    return top.indices, _chances(top.values, law)
+def _top(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Columns and softmax shares, each [R, width], of the best of scores [R, W]. Shares that float32 cannot hold are 0."""
+    top = torch.softmax(scores, dim=-1).topk(width, dim=-1)
+    return top.indices, top.values
 
 
-def _winners(race: Tensor, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The best of race [R, W] and their share in its softmax; ids [R, W]."""
+def _drawn(race: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """As `_top`; a share is 0 only where the race is -inf, so that which children there are does not depend on the draws."""
     top = race.topk(width, dim=-1)
-    return ids.gather(1, top.indices), _chances(top.values, race)
-
-
-def _chances(values: Tensor, race: Tensor) -> Tensor:
-    """Share of values [R, w] in the softmax of race [R, W]; 0 only for those at -inf."""
-    return (values - race.logsumexp(dim=-1, keepdim=True)).exp().clamp(min=TINY).masked_fill(torch.isneginf(values), 0.0)
+    shares = (top.values - race.logsumexp(dim=-1, keepdim=True)).exp().clamp(min=TINY)
+    return top.indices, shares.masked_fill(torch.isneginf(top.values), 0.0)
 
 
 def drawn_tree(tree: DraftTree, laws: dict[tuple[int, int], Tensor], device: torch.device) -> DraftTree:

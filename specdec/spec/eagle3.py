@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.budget import beam
 from specdec.spec.beam import Beam
 from specdec.spec.candidates import TINY, Race, TipRows, spine_first
-from specdec.spec.head_drafter import HeadDrafter, HostDraft
+from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
@@ -80,11 +80,16 @@ class _Growth:
     def _load(self) -> None:
         """Per-sequence constants of the live sequences, on the device."""
         slots = torch.tensor([self.slots[b] for b in self.live], dtype=torch.int64, device=self.device)
-        self.noisy, self.ends = self.sampling.noisy[slots][:, None], self.sampling.end_ids[slots]
-        widths = torch.tensor([self.shares[b].budget.width for b in self.live], device=self.device)
-        self.ranked = torch.arange(self.width, device=self.device) < widths[:, None, None]  # [B, 1, width]
-        beams = torch.tensor([self.beams[b] for b in self.live], device=self.device)
-        self.allowed = torch.arange(max(self.beams), device=self.device) < beams[:, None]  # [B, beam]
+        self.ends = self.sampling.end_ids[slots][:, None, :]
+        self.base = self.drafter._scores.base(self.sampling.noisy[slots], self.width)[:, None]  # [B, 1, width]
+        self.ranked = self._within([self.shares[b].budget.width for b in self.live], self.width)
+        self.allowed = self._within([self.beams[b] for b in self.live], max(self.beams))
+
+    def _within(self, limits: list[int], width: int) -> Tensor | None:
+        """[B, width] bool: column below the sequence's limit; None = everywhere."""
+        if min(limits) >= width:
+            return None
+        return torch.arange(width, device=self.device) < torch.tensor(limits, device=self.device)[:, None]
 
     def run(self) -> list[Layer]:
         """The candidates of every depth."""
@@ -128,11 +133,14 @@ class _Growth:
         request_slots = [self.slots[b] for b in self.live for _ in range(rows)]
         tips = TipRows(request_slots, path.flatten(0, 1), depth - 1, self.device)
         ids, chances = self._choose(self.head.logits(hidden), tips)
-        rates, cells = self.drafter._scores.rate(chances, tips.depth + 1, self.noisy.expand(-1, rows).flatten())
-        rates, above = rates.view(batch, rows, -1), scores[:, :, None]
-        possible = self.ranked & (rates > 0) & (above > 0)
-        total = torch.where(possible, (above * rates).clamp(min=TINY), 0.0).flatten(1)
-        return Layer(self.live, ids.view(batch, -1), parents.repeat_interleave(self.width, dim=1), total, cells.view(batch, -1))
+        chances, above = chances.view(batch, rows, -1), scores[:, :, None]
+        rates, cells = self.drafter._scores.rate(chances, self.base + depth_cells(depth))
+        possible = chances > 0 if self.ranked is None else (chances > 0) & self.ranked[:, None]
+        total = above * rates
+        if not self.coupled:  # which nodes there are must not depend on how small a score is
+            total, possible = total.clamp(min=TINY), possible & (above > 0)
+        above_ids = parents[:, :, None].expand_as(cells).flatten(1)
+        return Layer(self.live, ids.view(batch, -1), above_ids, torch.where(possible, total, 0.0).flatten(1), cells.flatten(1))
 
     def _choose(self, logits: Tensor, tips: TipRows) -> tuple[Tensor, Tensor]:
         if self.coupled:
@@ -145,9 +153,9 @@ class _Growth:
         """(scores, candidates), each [B, beam], to run next: the likeliest, or in a tree of fixed shape the first draw, whatever it is."""
         if not self.coupled:
             return layer.scores[:, :1], torch.zeros_like(layer.parents[:, :1])
-        ended = (layer.tokens[:, :, None] == self.ends[:, None, :]).any(dim=-1)
-        top = torch.where(ended, 0.0, layer.scores).topk(max(self.beams), dim=1)
-        return torch.where(self.allowed, top.values, 0.0), top.indices
+        ended = (layer.tokens[:, :, None] == self.ends).any(dim=-1)
+        top = layer.scores.masked_fill(ended, 0.0).topk(max(self.beams), dim=1)
+        return top.values if self.allowed is None else torch.where(self.allowed, top.values, 0.0), top.indices
 
     def laws(self, orders: list[list[int]]) -> dict[tuple[int, int], Tensor]:
         """log q by (tree, node) of the children of each node of the chain that stayed in the tree, for requests that sample."""

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 RANKS, BUCKETS = 4, 10
 _CELLS = RANKS * BUCKETS  # per (sampled or not, depth bucket)
+_BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
+
+
+def depth_cells(depth: int) -> int:
+    """Cells before those of candidates at `depth` (≥ 1)."""
+    return depth_bucket(depth) * _CELLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,20 @@ class Scores:
         prior = [(0.5 + b) / BUCKETS * (0.9 if r == 0 else 0.6) for r in range(RANKS) for b in range(BUCKETS)]
         self._calibration = Calibration(prior * (2 * DEPTH_BUCKETS))
         self._device = device
-        self._bucket = torch.tensor([0, *(depth_bucket(d) for d in range(1, 12))], device=device)
         self._table: Tensor | None = None
 
-    def rate(self, chances: Tensor, depth: Tensor, noisy: Tensor) -> tuple[Tensor, Tensor]:
-        """(rates f32, cells i64), like chances [R, width], ranked along the row. depth [R] i64: of the candidates; noisy [R] bool.
+    def base(self, noisy: Tensor, width: int) -> Tensor:
+        """[R, width] i64: first cells of candidates ranked along the row; noisy [R] bool. The depth comes on top (`depth_cells`)."""
+        rank = torch.arange(width, device=noisy.device).clamp_(max=RANKS - 1) * BUCKETS
+        return rank + noisy[:, None] * (DEPTH_BUCKETS * _CELLS)
 
-        A chance of 0 has rate 0.
-        """
+    def rate(self, chances: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """(rates f32, cells i64), like chances: of candidates with these first cells, depth included. What cannot be right keeps
+        the rate of its cell."""
         if self._table is None:
             self._table = torch.tensor(self._calibration.rates, dtype=torch.float32, device=self._device)
-        rank = torch.arange(chances.shape[-1], device=chances.device).clamp(max=RANKS - 1) * BUCKETS
-        base = (noisy.long() * DEPTH_BUCKETS + self._bucket[depth.clamp(max=len(self._bucket) - 1)]) * _CELLS
-        cells = (chances * BUCKETS).long().clamp(max=BUCKETS - 1) + rank + base[:, None]
-        return torch.where(chances > 0, self._table[cells], 0.0), cells
+        cells = (chances * _BELOW).long() + base
+        return self._table[cells], cells
 
     def learn(self, draft: HostDraft, tokens: list[int], parents: list[int], taken: set[int]) -> None:
         """tokens, parents, taken: the verified tree, a subset of `draft`, and its accepted nodes."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.spec.candidates import Race, TipRows, spine_first
 from specdec.spec.eagle3 import best_nodes
-from specdec.spec.head_drafter import HeadDrafter, HostDraft
+from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
@@ -45,7 +45,9 @@ class PEagle(HeadDrafter):
         rows = TipRows(slots, unknown, depth, self._device)
         width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
         ids, chances, law = self._choose(self.head.logits(hidden), rows, width, sampling)
-        rates, cells = self._scores.rate(chances, depth + 1, sampling.noisy[rows.slots])
+        above = torch.tensor([depth_cells(d + 1) for deepest in depths for d in range(deepest)], device=self._device)
+        rates, cells = self._scores.rate(chances, self._scores.base(sampling.noisy[rows.slots], width) + above[:, None])
+        rates = torch.where(chances > 0, rates, 0.0)
         columns = [t.tolist() for t in (ids, rates, cells)]
         drafts, first = [], 0
         laws: dict[tuple[int, int], Tensor] = {}
