@@ -17,9 +17,13 @@ from tqdm import tqdm
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.llm import LLM
+from specdec.train import bulk
+from specdec.train.bulk import Question
 from specdec.train.data import Answer, make_corpus, write_shard
 from specdec.train.progress import bar_interval
 from specdec.train.prompts import Prompt
+
+LANES = 2048  # sequences at once on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +107,27 @@ def converse(llm: LLM, talks: Sequence[Talk], config: GenerateConfig, *, progres
                 ready.append((talk, ids))
         if not ready:
             break
-        params = [_params(talk, turn, config) for talk, _ in ready]
-        for (talk, ids), output in zip(ready, llm.generate([i for _, i in ready], params, use_tqdm=progress), strict=True):
-            choice = output.outputs[0]
-            talk.messages.append({"role": "assistant", "content": choice.text})
-            ended = choice.finish_reason == "stop"
-            answers.append(Answer(ids + choice.token_ids, len(ids), talk.temperature, ended, talk.prompt.id, talk.prompt.domain))
+        questions = [Question(ids, talk.temperature, _seed(talk, turn, config)) for talk, ids in ready]
+        for (talk, ids), tokens in zip(ready, _answer(llm, questions, config.max_tokens, progress), strict=True):
+            ended = tokens[-1] in llm.engine.model_config.eos_ids
+            talk.messages.append({"role": "assistant", "content": llm.tokenizer.decode(tokens[:-1] if ended else tokens)})
+            answers.append(Answer(ids + tokens, len(ids), talk.temperature, ended, talk.prompt.id, talk.prompt.domain))
         waiting, turn = [talk for talk, _ in ready], turn + 1
     return answers
 
 
-def _params(talk: Talk, turn: int, config: GenerateConfig) -> SamplingParams:
-    seed = zlib.crc32(f"{config.seed}/{talk.prompt.id}/{turn}/{talk.temperature}".encode())
-    return SamplingParams(temperature=talk.temperature, max_tokens=config.max_tokens, seed=seed)
+def _answer(llm: LLM, questions: Sequence[Question], max_tokens: int, progress: bool) -> list[list[int]]:
+    """Tokens of every answer, end token included: by the engine, or on a GPU in bulk, which gives the same tokens faster."""
+    model, limit = llm.engine.runner.model, llm.engine.max_model_len
+    if model.device.type == "cuda":
+        with tqdm(total=len(questions), disable=not progress, unit="answer", leave=False) as bar:
+            return bulk.answer(model, questions, lanes=LANES, max_len=limit, max_tokens=max_tokens, done=lambda n: bar.update(n))
+    params = [SamplingParams(temperature=q.temperature, max_tokens=max_tokens, seed=q.seed) for q in questions]
+    return [o.outputs[0].token_ids for o in llm.generate([q.ids for q in questions], params, use_tqdm=progress)]
+
+
+def _seed(talk: Talk, turn: int, config: GenerateConfig) -> int:
+    return zlib.crc32(f"{config.seed}/{talk.prompt.id}/{turn}/{talk.temperature}".encode())
 
 
 def open_target(model: str, **options: Any) -> LLM:
