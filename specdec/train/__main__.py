@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         _train_flags(commands.add_parser(kind, help=f"train an {kind} head on the answers"), kind)
     _evaluate_flags(commands.add_parser("evaluate", help="walk a trained head over answers of temperature 0, or serve prompts with it"))
     plot = commands.add_parser("plot", help="draw the curves of a run")
-    plot.add_argument("metrics", type=Path, help="metrics.jsonl")
+    plot.add_argument("run_directory", type=Path, help="the --out of a training run")
     plot.add_argument("picture", type=Path, help="the SVG file to write")
     plot.set_defaults(run=_plot)
     return parser
@@ -203,8 +203,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
 def _plot(args: argparse.Namespace) -> None:
     from specdec.train.plot import plot_metrics
 
-    if not plot_metrics(args.metrics, args.picture):
-        raise ConfigError(f"{args.metrics} holds fewer than two lines of metrics", param="metrics")
+    if not plot_metrics(args.run_directory, args.picture):
+        raise ConfigError(f"{args.run_directory}/metrics.jsonl holds fewer than two lines", param="run_directory")
 
 
 if __name__ == "__main__":

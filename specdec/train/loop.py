@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ class TrainConfig:
 
     depths: drafts learned, i.e. unrolled steps (EAGLE-3) or depths of a parallel pass (P-EAGLE). batch_tokens: padded
     tokens a step. warmup: share of the run. decay: weight of each depth over the one before. keep, floor: P-EAGLE's drop
-    rate by depth (see `sample_depths`). save_every, log_every: steps.
+    rate by depth (see `sample_depths`). save_every, log_every: steps. validations: walks over held-out texts in a run.
     """
 
     depths: int = 7
@@ -40,12 +42,14 @@ class TrainConfig:
     lr: float = 1e-3
     warmup: float = 0.03
     clip: float = 1.0
+    weight_decay: float = 0.0
     decay: float = 0.8
     keep: float = 0.8
     floor: float = 0.2
     seed: int = 0
     log_every: int = 20
     save_every: int = 1000
+    validations: int = 10
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
@@ -77,7 +81,8 @@ def score(
 class Trainer:
     """Trains `head` in place. features: captures of a batch (`FeatureStore` or `Online`). lm_head [V, H]: the target's.
 
-    directory gets metrics.jsonl (one line every `log_every` steps) and state.pt (everything needed to resume).
+    validate: acceptance lengths on held-out texts, by chain length. directory gets metrics.jsonl (a line every `log_every`
+    steps), validation.jsonl and state.pt (everything needed to resume).
     """
 
     def __init__(
@@ -88,12 +93,15 @@ class Trainer:
         corpus: Corpus,
         config: TrainConfig,
         directory: Path,
+        *,
+        validate: Callable[[], list[float]] | None = None,
     ):
         self.head, self.features, self.corpus, self.config, self.directory = head, features, corpus, config, directory
         self.device = head.target_ids.device
         self.lm_head = lm_head[head.target_ids]
-        cuda = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+        self._validate = validate
+        fused, decay = self.device.type == "cuda", config.weight_decay
+        self.optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=fused)
         self.step, self.epoch, self.taken, self.elapsed = 0, 0, 0, 0.0  # taken: batches of this epoch
         self._counts = torch.zeros(4, config.depths, dtype=torch.float64, device=self.device)
         self._loss, self._seen, self._tokens = torch.zeros((), device=self.device), 0, 0
@@ -115,8 +123,11 @@ class Trainer:
         with tqdm(total=100, disable=not progress, unit="%", desc=f"train {self.head.config.kind}", mininterval=bar_interval()) as bar:
             batches = self._batches()
             while self.fraction < 1.0 and self.step != last and self.elapsed < until:
+                done = self.fraction
                 self._update(next(batches))
                 self.elapsed = before + time.monotonic() - clock
+                if int(self.fraction * self.config.validations) > int(done * self.config.validations):
+                    self._look(bar)
                 bar.update(round(100 * self.fraction, 1) - bar.n)
                 if self.step % self.config.log_every == 0:
                     bar.set_postfix_str(self._log(), refresh=False)
@@ -192,6 +203,15 @@ class Trainer:
         self._loss.zero_()
         self._seen, self._tokens = 0, 0
         return f"loss {line['loss']:.3f} acc {accuracy[0]:.3f} chain {1 + sum(joint):.2f}"
+
+    def _look(self, bar: tqdm[Any]) -> None:
+        """Walk the held-out texts and append a line to validation.jsonl. The time it takes counts."""
+        if self._validate is None:
+            return
+        lengths = self._validate()
+        bar.write(f"step {self.step}: held-out acceptance length {lengths}", file=sys.stderr)
+        with (self.directory / "validation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.step, "seconds": round(self.elapsed, 2), "lengths": lengths}) + "\n")
 
     def save(self) -> None:
         """Write state.pt; it replaces the older one only when whole."""

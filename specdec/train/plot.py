@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8d6a9f", "#edae49", "#00798c", "#6b4226", "#555555", "#c71585", "#3f88c5")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 420, 260, 56, 36, 70
@@ -12,24 +13,34 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 420, 260, 56, 36, 70
 Curve = tuple[str, list[float]]
 
 
-def plot_metrics(metrics: Path, picture: Path) -> bool:
-    """Draw loss, and acceptance by depth, over steps. False (and no picture) when there are fewer than two lines of metrics."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.is_file() else []
+def plot_metrics(directory: Path, picture: Path) -> bool:
+    """Draw loss and accuracy by depth (metrics.jsonl), and acceptance on held-out texts (validation.jsonl), over steps.
+
+    False, and no picture, when there are fewer than two lines of metrics.
+    """
+    lines = _read(directory / "metrics.jsonl")
     if len(lines) < 2:
         return False
-    steps = [float(line["step"]) for line in lines]
     depths = range(len(lines[0]["joint"]))
-    panels: list[tuple[str, list[Curve]]] = [
-        ("loss", [("loss", [line["loss"] for line in lines])]),
-        ("right at depth d, given all before", [(f"d = {d + 1}", [line["conditional"][d] for line in lines]) for d in depths]),
-        ("right down to depth d", [(f"d = {d + 1}", [line["joint"][d] for line in lines]) for d in depths]),
+    panels: list[tuple[str, list[dict[str, Any]], list[Curve]]] = [
+        ("loss", lines, [("loss", [line["loss"] for line in lines])]),
+        ("right at depth d, given all before", lines, [(f"d = {d + 1}", [line["conditional"][d] for line in lines]) for d in depths]),
+        ("right down to depth d", lines, [(f"d = {d + 1}", [line["joint"][d] for line in lines]) for d in depths]),
     ]
-    width = _LEFT + len(panels) * (_WIDTH + _GAP)
-    body = "".join(_panel(_LEFT + i * (_WIDTH + _GAP), title, steps, curves) for i, (title, curves) in enumerate(panels))
+    walks = _read(directory / "validation.jsonl")
+    if len(walks) > 1:
+        panels.append(("held-out acceptance length", walks, [(f"K = {d + 1}", [w["lengths"][d] for w in walks]) for d in depths]))
+    width, body = _LEFT + len(panels) * (_WIDTH + _GAP), ""
+    for i, (title, rows, curves) in enumerate(panels):
+        body += _panel(_LEFT + i * (_WIDTH + _GAP), title, [float(row["step"]) for row in rows], curves)
     style = '<style>text{font:12px sans-serif;fill:#333}</style><rect width="100%" height="100%" fill="white"/>'
     size = f'width="{width}" height="{_TOP + _HEIGHT + 40}"'
     picture.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{body}</svg>\n', encoding="utf-8")
     return True
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def _panel(left: int, title: str, xs: Sequence[float], curves: Sequence[Curve]) -> str:

@@ -148,24 +148,32 @@ class Recipe:
         """
         trainer = self.trainer()
         if not (resume and trainer.resume()):
-            (self.out / "metrics.jsonl").unlink(missing_ok=True)
+            for name in ("metrics.jsonl", "validation.jsonl"):
+                (self.out / name).unlink(missing_ok=True)
         trainer.run(pause=pause, progress=progress)
         if trainer.fraction < 1.0:
             return None
         report = self.report(trainer)
         self.export(report)
         (self.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-        plot_metrics(self.out / "metrics.jsonl", self.out / "training.svg")
+        plot_metrics(self.out, self.out / "training.svg")
         return report
 
     def trainer(self) -> Trainer:
         features = open_features(self.target, self.splits.train)
-        return Trainer(self.head, features, self.target.lm_head, self.splits.train, self.train_config, self.out)
+        validate = self.validate if len(self.splits.validation) else None
+        return Trainer(self.head, features, self.target.lm_head, self.splits.train, self.train_config, self.out, validate=validate)
+
+    def validate(self) -> list[float]:
+        """Acceptance lengths of chains of 1, 2, … drafts on the held-out texts."""
+        return self._walk()["all"].lengths
+
+    def _walk(self) -> dict[str, Acceptance]:
+        return evaluate(self.head, Online(self.target), self.splits.validation, self.train_config.depths)
 
     def report(self, trainer: Trainer) -> dict[str, Any]:
         """What was trained on what, and how far it gets on the held-out texts."""
         train = self.splits.train
-        accepted = evaluate(self.head, Online(self.target), self.splits.validation, self.train_config.depths)
         return {
             "specdec": __version__,
             "torch": torch.__version__,
@@ -182,7 +190,7 @@ class Recipe:
             "steps": trainer.step,
             "epochs": trainer.epoch,
             "seconds": round(trainer.elapsed, 1),
-            "acceptance": {domain: a.to_json() for domain, a in accepted.items()},
+            "acceptance": {domain: a.to_json() for domain, a in self._walk().items()},
         }
 
     def export(self, report: dict[str, Any]) -> Path:

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -83,12 +84,16 @@ def test_a_head_learns_and_its_export_is_the_same_head(loaded: LoadedModel, work
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(4, 25, 4))
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    held_out = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in held_out] == [3, 5, 8, 10, 12, 15, 17, 20, 22, 24]
+    assert held_out[-1]["lengths"] == report["acceptance"]["all"]["lengths"]
     assert report["coverage"] == 1.0 and report["steps"] == 24
     everywhere = report["acceptance"]["all"]
     assert set(report["acceptance"]) == {"a", "b", "all"}
     assert everywhere["lengths"][2] > 2.5 and everywhere["lengths"][0] > 1.6
     assert sum(everywhere["positions"]) == pytest.approx(everywhere["lengths"][2] - 1, abs=0.1)
-    assert (tmp_path / "training.svg").read_text(encoding="utf-8").startswith("<svg")
+    picture = ElementTree.parse(tmp_path / "training.svg").getroot()
+    assert len(picture.findall("{*}polyline")) == 1 + 3 * CONFIG.depths
     head = load_head(tmp_path / "head", loaded)
     assert head.trusted and head.target_ids.tolist() == made.target_ids.tolist() and EOS in head.target_ids.tolist()
     assert head.config.provenance["answer_tokens"] == report["answer_tokens"]
@@ -188,7 +193,7 @@ def test_the_commands(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert load_head(out / "head", load_model(model)).trusted
     assert main(["evaluate", "--model", model, "--head", str(out / "head"), "--data", str(tmp_path / "whole"), "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["walked"]["all"]["lengths"][0] >= 1.0
-    assert main(["plot", str(out / "metrics.jsonl"), str(tmp_path / "p.svg")]) == 0 and (tmp_path / "p.svg").is_file()
+    assert main(["plot", str(out), str(tmp_path / "p.svg")]) == 0 and (tmp_path / "p.svg").is_file()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
