@@ -272,5 +272,5 @@ def _attend(
             slot = at + tl.arange(0, KEYS)
             seen = _visible(slot, position, low, high, valid, ctx, nodes, window, lowest, WINDOW, FIRST)
             top, norm, acc = _one_tile(q, k_own, v_own, table, slot, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
-        acc = acc / norm[:, None]
+        acc = acc / tl.where(valid, norm, 1.0)[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=mask)
