@@ -106,11 +106,11 @@ class DenseTarget:
     def capture(self, tokens: Tensor, *, rows: int = 8192) -> Capture:
         """Everything a head learns from, for [B, L] tokens. The vocabulary-wide logits exist for `rows` tokens at a time."""
         taps, hidden = self(tokens)
-        flat = hidden.flatten(0, 1)
+        flat, lm_head = hidden.flatten(0, 1), self.lm_head.float()  # bfloat16 logits would tie
         log_z = torch.empty(len(flat), dtype=torch.float32, device=flat.device)
         top = torch.empty(len(flat), dtype=torch.int64, device=flat.device)
         for start in range(0, len(flat), rows):
-            logits = F.linear(flat[start : start + rows], self.lm_head).float()
+            logits = F.linear(flat[start : start + rows].float(), lm_head)
             log_z[start : start + rows] = logits.logsumexp(-1)
             top[start : start + rows] = logits.argmax(-1)
         return Capture(taps, hidden, log_z.view(tokens.shape), top.view(tokens.shape))
@@ -138,13 +138,12 @@ class FeatureStore:
         self._hidden = torch.empty(n, width, dtype=target.dtype, device=device)
         self._log_z = torch.empty(n, dtype=torch.float32, device=device)
         self._top = torch.empty(n, dtype=torch.int64, device=device)
-        order = corpus.lengths.argsort().tolist()
-        start = 0
+        order, lengths, start = corpus.lengths.argsort().tolist(), corpus.lengths.tolist(), 0
         while start < len(order):
             stop = start + 1
-            while stop < len(order) and (stop + 1 - start) * int(corpus.lengths[order[stop]]) <= max_tokens:
+            while stop < len(order) and (stop + 1 - start) * lengths[order[stop]] <= max_tokens:
                 stop += 1
-            self._fill(target, pad(corpus, order[start:stop], stop - start, int(corpus.lengths[order[stop - 1]])).to(device))
+            self._fill(target, pad(corpus, order[start:stop], stop - start, lengths[order[stop - 1]]).to(device))
             start = stop
 
     def _fill(self, target: DenseTarget, batch: TokenBatch) -> None:

@@ -76,7 +76,7 @@ def accepted_runs(head: TrainableHead, features: Features, batch: TokenBatch, de
     following = batch.tokens.flatten().roll(-1)[mask]
     labels = Labels(mask.nonzero().squeeze(1), empty, following, rank)
     hidden, entries = score(head, batch, features(batch), labels, depths, kept)
-    best = torch.cat([head.lm_head(part).argmax(-1) for part in hidden.split(8192)])
+    best = torch.cat([head.lm_head(part.float()).argmax(-1) for part in hidden.split(8192)])
     right = torch.zeros(depths, mask.numel(), dtype=torch.bool, device=device)
     right[entries.depth, entries.place] = head.target_ids[best] == labels.best[entries.label]
     return right.cumprod(0).sum(0).view(batch.tokens.shape).cpu()

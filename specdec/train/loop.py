@@ -98,7 +98,7 @@ class Trainer:
     ):
         self.head, self.features, self.corpus, self.config, self.directory = head, features, corpus, config, directory
         self.device = head.target_ids.device
-        self.lm_head = lm_head[head.target_ids]
+        self.lm_head = lm_head[head.target_ids].float()
         self._validate = validate
         fused, decay = self.device.type == "cuda", config.weight_decay
         self.optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=fused)

@@ -47,14 +47,14 @@ def label_mask(batch: TokenBatch) -> Tensor:
 
 @torch.no_grad()
 def make_labels(batch: TokenBatch, captured: Capture, lm_head: Tensor, *, rows: int = 8192) -> Labels:
-    """lm_head [Vd, H]: the target's rows of the draft vocabulary. The law is kept in lm_head's dtype."""
+    """lm_head [Vd, H] f32: the target's rows of the draft vocabulary. The law is kept in the captures' dtype."""
     mask = label_mask(batch).flatten()
     where = mask.nonzero().squeeze(1)
     rank = torch.where(mask, mask.cumsum(0) - 1, -1)
     hidden, log_z = captured.hidden.flatten(0, 1)[where], captured.log_z.flatten()[where]
-    law = torch.empty(len(where), len(lm_head), dtype=lm_head.dtype, device=lm_head.device)
+    law = torch.empty(len(where), len(lm_head), dtype=hidden.dtype, device=hidden.device)
     for start in range(0, len(where), rows):
-        logits = (hidden[start : start + rows] @ lm_head.T).float()
+        logits = hidden[start : start + rows].float() @ lm_head.T
         law[start : start + rows] = (logits - log_z[start : start + rows, None]).exp()
     return Labels(where, law, captured.top.flatten()[where], rank)
 
