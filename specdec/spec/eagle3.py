@@ -18,14 +18,14 @@ from torch import Tensor
 from specdec.budget import beam
 from specdec.spec.beam import Beam
 from specdec.spec.candidates import TINY, Race, TipRows, spine_first
-from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells
+from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells, numbered
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
 
-HOPELESS = 0.05  # a beam whose best node is less likely than this is not worth another pass of the head
+HOPELESS = 0.1  # a beam whose best node is less likely than this is not worth another pass of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Eagle3(HeadDrafter):
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         growth = _Growth(self, shares, depths, sampling)
-        layers = growth.run()
-        drafts = assemble(layers, [s.seq.tokens[-1] for s in shares])
+        layers, roots = growth.run(), [s.seq.tokens[-1] for s in shares]
         if self.noise_coupled:
-            return [d.select(best_nodes(d, s.budget.nodes)) for d, s in zip(drafts, shares, strict=True)], {}
+            return rerank(layers, roots, [s.budget.nodes for s in shares]), {}
+        drafts = assemble(layers, roots)
         orders = [spine_first(d.parents, s.budget.nodes) for d, s in zip(drafts, shares, strict=True)]
         return [d.select(order) for d, order in zip(drafts, orders, strict=True)], growth.laws(orders)
 
@@ -68,6 +68,7 @@ class _Growth:
         self.shares, self.depths, self.sampling = shares, depths, sampling
         self.device = self.head.device
         self.coupled = drafter.noise_coupled
+        self.hasty = self.coupled and not drafter._patient and self.device.type == "cpu"  # elsewhere to look is to wait
         self.race = Race(sampling, self.coupled, self.head.target_ids)
         self.live = list(range(len(shares)))
         self.width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
@@ -105,7 +106,7 @@ class _Growth:
             if depth == deepest:
                 break
             scores, parents = self._next_beam(layers[-1])
-            if self.coupled and not self.drafter._patient and float(scores.max()) < HOPELESS:
+            if self.hasty and float(scores.max()) < HOPELESS:
                 break
             if running is None:
                 running = Beam(self.runner, [s.seq for s in self.shares], self.beams, self.depths)
@@ -167,6 +168,27 @@ class _Growth:
         return found
 
 
+def rerank(layers: list[Layer], roots: list[int], nodes: list[int]) -> list[HostDraft]:
+    """Per sequence the `nodes` likeliest nodes (root included): the best path first, then parents before children."""
+    columns: list[list[Tensor]] = [[], [], [], []]  # tokens, parents (pool index, -1 = root), scores, cells; each [B, C] per depth
+    before, start = -1, 0  # pool index of the first candidate of the depth before, and of this one
+    for layer in layers:
+        above = layer.parents + before
+        for column, values in zip(columns, (layer.tokens, above, layer.scores, layer.cells), strict=True):
+            column.append(values if len(layer.live) == len(roots) else _spread(values, layer.live, len(roots)))
+        before, start = start, start + layer.tokens.shape[1]
+    tokens, parents, scores, cells = (torch.cat(column, dim=1) for column in columns)
+    top = scores.topk(min(max(nodes) - 1, scores.shape[1]), dim=1)
+    picked = [top.indices, top.values, *(t.gather(1, top.indices) for t in (tokens, parents, cells))]
+    rows = zip(*(t.tolist() for t in picked), strict=True)
+    return [numbered(root, list(zip(*row, strict=True))[: n - 1]) for root, n, row in zip(roots, nodes, rows, strict=True)]
+
+
+def _spread(values: Tensor, live: list[int], batch: int) -> Tensor:
+    """Rows of the sequences `live` among those of all, zeros elsewhere."""
+    return values.new_zeros((batch, values.shape[1])).index_copy_(0, torch.tensor(live, device=values.device), values)
+
+
 def assemble(layers: list[Layer], roots: list[int]) -> list[HostDraft]:
     """The candidates of all depths as one tree per sequence; what cannot be right is left out, with all below it."""
     drafts = [HostDraft([root], [-1], [1.0], [-1]) for root in roots]
@@ -186,20 +208,6 @@ def assemble(layers: list[Layer], roots: list[int]) -> list[HostDraft]:
                 draft.cells.append(cell)
             numbers[b] = here
     return drafts
-
-
-def best_nodes(draft: HostDraft, nodes: int) -> list[int]:
-    """The `nodes` likeliest nodes (root included): the best path first, then parents before children."""
-    scores = draft.scores
-    kept = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:nodes]
-    inside = set(kept)
-    best: dict[int, int] = {}  # node -> its likeliest child that is kept
-    for i in kept[1:]:  # by falling score
-        best.setdefault(draft.parents[i], i)
-    path = [0]
-    while path[-1] in best:
-        path.append(best[path[-1]])
-    return path + sorted(inside.difference(path))
 
 
 register("eagle3")(Eagle3)

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
     from specdec.spec.proposer import DrafterContext
 
-RANKS, BUCKETS = 4, 10
+_TRUST = (0.9, 0.6, 0.5, 0.4)  # acceptance over claimed chance by rank, before anything is known
+RANKS, BUCKETS = len(_TRUST), 10
 _CELLS = RANKS * BUCKETS  # per (sampled or not, depth bucket)
+_TIE = 0.02
 _BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
 
 
@@ -50,11 +52,35 @@ class HostDraft:
         return HostDraft([self.tokens[i] for i in order], parents, [self.scores[i] for i in order], [self.cells[i] for i in order])
 
 
+Pick = tuple[int, float, int, int, int]
+"""A node chosen for a tree: its place among all candidates, score, token, place of its parent (-1 = the root), cell."""
+
+
+def numbered(root: int, picked: list[Pick]) -> HostDraft:
+    """The tree of picked nodes, which come by falling score: the best path first, then parents before children.
+
+    What cannot be right, and what hangs on a node that was not picked, is left out.
+    """
+    kept: dict[int, tuple[float, int, int, int]] = {-1: (1.0, root, -1, -1)}
+    best: dict[int, int] = {}  # place -> that of its likeliest child
+    for place, score, token, parent, cell in picked:
+        if score > 0.0 and parent in kept:
+            kept[place] = (score, token, parent, cell)
+            best.setdefault(parent, place)
+    path = [-1]
+    while path[-1] in best:
+        path.append(best[path[-1]])
+    order = path + sorted(set(kept).difference(path))
+    number = {place: i for i, place in enumerate(order)}
+    scores, tokens, parents, cells = (list(column) for column in zip(*(kept[place] for place in order), strict=True))
+    return HostDraft(tokens, [-1, *(number[p] for p in parents[1:])], scores, cells)
+
+
 class Scores:
     """Chance of acceptance of a candidate given that its parent is accepted, learned per (sampled, depth, rank, claimed chance)."""
 
     def __init__(self, device: torch.device):
-        prior = [(0.5 + b) / BUCKETS * (0.9 if r == 0 else 0.6) for r in range(RANKS) for b in range(BUCKETS)]
+        prior = [(0.5 + b) / BUCKETS * trust for trust in _TRUST for b in range(BUCKETS)]
         self._calibration = Calibration(prior * (2 * DEPTH_BUCKETS))
         self._device = device
         self._table: Tensor | None = None
@@ -70,7 +96,8 @@ class Scores:
         if self._table is None:
             self._table = torch.tensor(self._calibration.rates, dtype=torch.float32, device=self._device)
         cells = (chances * _BELOW).long() + base
-        return self._table[cells], cells
+        # within a cell the likelier candidate goes first; a tie would be decided by how the batch is laid out
+        return self._table[cells] * (chances * _TIE + (1 - _TIE)), cells
 
     def learn(self, draft: HostDraft, tokens: list[int], parents: list[int], taken: set[int]) -> None:
         """tokens, parents, taken: the verified tree, a subset of `draft`, and its accepted nodes."""

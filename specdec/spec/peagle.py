@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.spec.candidates import Race, TipRows, spine_first
-from specdec.spec.eagle3 import best_nodes
-from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells
+from specdec.spec.head_drafter import HeadDrafter, HostDraft, Pick, depth_cells, numbered
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
@@ -56,8 +55,7 @@ class PEagle(HeadDrafter):
             options = [[*zip(*level, strict=True)][: share.budget.width] for level in zip(*(c[own] for c in columns), strict=True)]
             root, nodes = share.seq.tokens[-1], share.budget.nodes
             if self.noise_coupled:
-                draft = best_first(root, options, nodes, share.seq.end_ids)
-                drafts.append(draft.select(best_nodes(draft, nodes)))
+                drafts.append(best_first(root, options, nodes, share.seq.end_ids))
             else:
                 draft = fixed(root, options)
                 order = spine_first(draft.parents, nodes)
@@ -86,25 +84,22 @@ def best_first(root: int, options: list[list[Choice]], nodes: int, end_ids: froz
     A popped node pushes its next sibling and its first child, so the heap never holds more than two entries per node.
     """
     levels = [sorted((o for o in level if o[1] > 0), key=lambda o: -o[1]) for level in options]
-    draft = HostDraft([root], [-1], [1.0], [-1])
+    picked: list[Pick] = []
     heap: list[tuple[float, int, int, int]] = []  # minus score, parent, depth, rank
 
-    def push(parent: int, depth: int, rank: int) -> None:
+    def push(score: float, parent: int, depth: int, rank: int) -> None:
         if depth < len(levels) and rank < len(levels[depth]):
-            heapq.heappush(heap, (-draft.scores[parent] * levels[depth][rank][1], parent, depth, rank))
+            heapq.heappush(heap, (-score * levels[depth][rank][1], parent, depth, rank))
 
-    push(0, 0, 0)
-    while heap and len(draft.tokens) < nodes:
+    push(1.0, -1, 0, 0)
+    while heap and len(picked) < nodes - 1:
         score, parent, depth, rank = heapq.heappop(heap)
         token, _, cell = levels[depth][rank]
-        draft.tokens.append(token)
-        draft.parents.append(parent)
-        draft.scores.append(-score)
-        draft.cells.append(cell)
-        push(parent, depth, rank + 1)
+        picked.append((len(picked), -score, token, parent, cell))
+        push(picked[parent][1] if parent >= 0 else 1.0, parent, depth, rank + 1)
         if token not in end_ids:
-            push(len(draft.tokens) - 1, depth + 1, 0)
-    return draft
+            push(-score, len(picked) - 1, depth + 1, 0)
+    return numbered(root, picked)
 
 
 def fixed(root: int, options: list[list[Choice]]) -> HostDraft:

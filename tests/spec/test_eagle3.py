@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.spec.eagle3 import best_nodes
-from specdec.spec.head_drafter import HostDraft
+from specdec.spec.head_drafter import numbered
 from specdec.types import RequestOutput
 from tests.harness import GREEDY, Log, P, R, assert_same, engine, run
 from tests.spec.heads import Plain, chain, knowing_head, random_head, tree
@@ -113,11 +111,14 @@ def test_penalties_reach_the_drafts() -> None:
 
 def test_order_of_nodes() -> None:
     """Worked example of reference §3.4: {A, A1, A2} of A -0.1, B -2.5, A1 -0.4, A2 -1.6, B1 -2.7, B2 -5.5; best path first."""
-    scores = [1.0, *torch.tensor([-0.1, -2.5, -0.4, -1.6, -2.7, -5.5]).exp().tolist()]
-    draft = HostDraft([9, 0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 1, 2, 2], scores, [-1] * 7)
-    assert best_nodes(draft, 4) == [0, 1, 3, 4]
-    assert draft.select([0, 1, 3, 4]).parents == [-1, 0, 1, 1]
-    assert best_nodes(draft, 6) == [0, 1, 3, 2, 4, 5]  # path root, A, A1; then B, A2, B1 in order
+    nodes = {"A": (0, -0.1, -1), "B": (1, -2.5, -1), "A1": (2, -0.4, 0), "A2": (3, -1.6, 0), "B1": (4, -2.7, 1), "B2": (5, -5.5, 1)}
+    pool = [(place, 10.0**log, place, parent, 0) for place, log, parent in nodes.values()]
+    pool.sort(key=lambda node: -node[1])
+    draft = numbered(9, pool[:3])
+    assert (draft.tokens, draft.parents) == ([9, 0, 2, 3], [-1, 0, 1, 1])
+    draft = numbered(9, pool[:5])
+    assert (draft.tokens, draft.parents) == ([9, 0, 2, 1, 3, 4], [-1, 0, 1, 0, 1, 3])  # path root, A, A1; then B, A2, B1
+    assert numbered(9, pool[1:]).tokens == [9, 1, 4, 5], "nothing hangs on a node that is not there"
 
 
 def test_heads_of_the_wrong_kind_and_missing_ones_are_refused() -> None:
