@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 
 BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
 MAX_DEPTH = 16  # deeper positions share the last rate
+DEEPER = 0.95  # rate at an untried depth over that of the depth before
 
 
 def band_of(score: float) -> int:
@@ -56,7 +57,11 @@ class Reliability:
 
 
 class DepthRates:
-    """Acceptance at depth d given acceptance at d - 1 (any child counts), Beta means shrunk to `parent` or `prior`."""
+    """Acceptance at depth d given acceptance at d - 1 (any child counts), Beta means shrunk to `parent`.
+
+    Without one: to `prior` at depth 1, and below it to somewhat less than the depth before, so that a drafter which is right at
+    the depths it was tried at gets to try the next.
+    """
 
     __slots__ = ("hits", "parent", "prior", "trials", "weight")
 
@@ -70,7 +75,10 @@ class DepthRates:
     def rate(self, depth: int) -> float:
         """Conditional acceptance at `depth` ≥ 1."""
         d = min(depth, MAX_DEPTH)
-        prior = self.prior if self.parent is None else self.parent.rate(depth)
+        if self.parent is not None:
+            prior = self.parent.rate(depth)
+        else:
+            prior = self.prior if d <= 1 else max(self.prior, DEEPER * self.rate(d - 1))
         return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
 
     def record(self, depth: int, accepted: bool) -> None:
@@ -84,18 +92,19 @@ class DepthRates:
 
 
 class Value:
-    """Mean net tokens per step in which the drafter was asked, with or without a draft; shrunk to `parent`."""
+    """Mean net tokens per step in which the drafter was asked, with or without a draft; shrunk to `parent`, or to `prior`."""
 
-    __slots__ = ("count", "parent", "total", "weight")
+    __slots__ = ("count", "parent", "prior", "total", "weight")
 
-    def __init__(self, parent: Value | None, weight: float):
+    def __init__(self, parent: Value | None, weight: float, prior: float = 0.0):
         self.parent = parent
         self.weight = weight
+        self.prior = prior
         self.total = 0.0
         self.count = 0.0
 
     def mean(self) -> float:
-        prior = 0.0 if self.parent is None else self.parent.mean()
+        prior = self.prior if self.parent is None else self.parent.mean()
         return (self.total + self.weight * prior) / (self.count + self.weight)
 
     def record(self, tokens: float) -> None:
@@ -111,7 +120,8 @@ class Ledger:
 
     headroom() is the most a step may risk, in tokens: an initial allowance, plus `SHARE` of a token per step taken, minus
     net losses so far. Wins count as negative losses, up to a credit that grows with what was won: a proven drafter may
-    miss a few long drafts in a row, and one that stops working is found out soon.
+    miss a few long drafts in a row, and one that stops working is found out soon. promise: what the best drafter won per step on
+    other sequences, in tokens; a new sequence may risk that much more at once, instead of earning the right to try.
     """
 
     INITIAL = 0.5
@@ -119,15 +129,16 @@ class Ledger:
     SHARE = 0.01
     CREDIT = (2.0, 8.0, 0.25)  # smallest and largest credit, share of what was won
 
-    __slots__ = ("loss", "steps", "won")
+    __slots__ = ("initial", "loss", "steps", "won")
 
-    def __init__(self) -> None:
+    def __init__(self, promise: float = 0.0) -> None:
+        self.initial = self.INITIAL + min(max(promise, 0.0), self.CREDIT[0])
         self.steps = 0
         self.loss = 0.0
         self.won = 0.0
 
     def headroom(self) -> float:
-        return self.RISK * (self.INITIAL + self.SHARE * self.steps - self.loss)
+        return self.RISK * (self.initial + self.SHARE * self.steps - self.loss)
 
     def record(self, spent: float, accepted: int) -> None:
         """A step spent `spent` tokens' worth of time on drafts and had `accepted` tokens accepted."""
@@ -137,14 +148,14 @@ class Ledger:
 
 
 class DrafterRecord:
-    """All statistics of one drafter over all sequences."""
+    """All statistics of one drafter over all sequences. promise: net tokens per step it is expected to win, before any evidence."""
 
     __slots__ = ("_recent", "rates", "reliability", "seconds_per_depth", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, promise: float = 0.0) -> None:
         self.reliability = Reliability(None, weight=6.0, horizon=60.0)
         self.rates = DepthRates(None, weight=4.0)
-        self.value = Value(None, weight=2.0)
+        self.value = Value(None, weight=2.0, prior=promise)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
         self._recent: deque[float] = deque(maxlen=15)
 

@@ -28,6 +28,7 @@ _TRUST = (0.9, 0.6, 0.5, 0.4)  # acceptance over claimed chance by rank, before 
 RANKS, BUCKETS = len(_TRUST), 10
 _CELLS = RANKS * BUCKETS  # per (sampled or not, depth bucket)
 _TIE = 0.02
+PROMISE = 1.0  # tokens per step that a head made for this very target is expected to win
 _BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
 
 
@@ -138,6 +139,7 @@ class HeadDrafter(ABC):
         self.head: DraftHead = head
         self.max_len: int | None = c.max_positions or None
         self.disabled = head.warning if not head.trusted else None
+        self.promise = PROMISE if head.trusted and c.fingerprint is not None else 0.0
         self.noise_coupled = noise_coupled(context.config)
         self._patient = context.config.policy == "fixed"  # exactly the depth asked for
         self._device = context.device

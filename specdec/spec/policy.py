@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ class _Pending:
 class _State:
     limits: Limits
     records: dict[str, SequenceRecord]
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger
     drafter: str | None = None  # of the last budget
     pending: _Pending | None = None
 
@@ -60,7 +60,7 @@ class SpecPolicy:
         self.proposers = proposers
         self.cost = cost
         self.fixed = config.policy == "fixed" or cost is None
-        self._drafters = {name: DrafterRecord() for name in proposers}
+        self._drafters = {name: DrafterRecord(getattr(proposer, "promise", 0.0)) for name, proposer in proposers.items()}
         self._states: dict[Sequence, _State] = {}
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
@@ -99,7 +99,9 @@ class SpecPolicy:
         state = self._states.get(seq)
         if state is None:
             limits = limits_of(seq.params.speculation, self.config, tuple(self.proposers))
-            state = self._states[seq] = _State(limits, {n: SequenceRecord(self._drafters[n]) for n in limits.drafters})
+            promise = max((self._drafters[n].value.mean() for n in limits.drafters), default=0.0)
+            records = {n: SequenceRecord(self._drafters[n]) for n in limits.drafters}
+            state = self._states[seq] = _State(limits, records, Ledger(promise))
         state.drafter = None
         limits = state.limits
         state.ledger.steps += 1
@@ -135,6 +137,8 @@ class SpecPolicy:
         if headroom <= 0.0 or deepest < 1:
             return 0
         unit = self._drafters[name].seconds_per_depth
+        if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
+            return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
         if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
         return paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)

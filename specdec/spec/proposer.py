@@ -59,8 +59,9 @@ class Proposer(Protocol):
     """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
 
     max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
-    Two attributes may be absent. feeds (absent: False): see `SpecBudget`. disabled (absent: None): why it must never draft,
-    e.g. a draft head of another target (skip reason "disabled").
+    Three attributes may be absent. feeds (absent: False): see `SpecBudget`. disabled (absent: None): why it must never draft,
+    e.g. a draft head of another target (skip reason "disabled"). promise (absent: 0): tokens it is expected to win per step,
+    before there is any evidence.
     """
 
     name: str
@@ -123,7 +124,7 @@ def create_for(context: DrafterContext) -> dict[str, Proposer]:
     Raises ConfigError where one cannot be built from the context; KeyError for a method nobody registered.
     """
     method = context.config.method
-    names: Seq[str] = () if method == "off" else (*HOST_DRAFTERS, *context.heads) if method == "auto" else (method,)
+    names: Seq[str] = () if method == "off" else (*context.heads, *HOST_DRAFTERS) if method == "auto" else (method,)
     for name in names:
         if name not in _FACTORIES and name in BUILT_IN:
             importlib.import_module(BUILT_IN[name])

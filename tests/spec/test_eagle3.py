@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from specdec.config import SamplingParams, SpecConfig
+from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.spec.head_drafter import numbered
 from specdec.types import RequestOutput
 from tests.harness import GREEDY, Log, P, R, assert_same, engine, run
 from tests.spec.heads import Plain, chain, knowing_head, random_head, tree
+from tests.spec.simulator import LineCost
 
 FLAGS = {
     "plain": {},
@@ -107,6 +111,45 @@ def test_penalties_reach_the_drafts() -> None:
     found = run(engine(chain("eagle3", 4, head=knowing_head()), kind="last", deterministic=True), {"r": (P, params)})["r"]
     assert_same(found, run(engine(kind="last", deterministic=True), {"r": (P, params)})["r"], tolerance=0)
     assert found.metrics.acceptance_length > 4.0
+
+
+def clock_heads(target: Engine) -> None:
+    """The policy is told that drafting took half a millisecond per pass of the head, and next to nothing without one."""
+    head, passes, drafted = target.proposers["eagle3"].head, [0], target.policy.drafted
+    forward = head.forward
+
+    def counted(*args: Any) -> Any:
+        passes[0] += 1
+        return forward(*args)
+
+    def clocked(name: str, seconds: float, count: int) -> None:
+        drafted(name, 5e-4 * passes[0] if name == "eagle3" else 1e-5, count)
+        passes[0] = 0
+
+    head.forward, target.policy.drafted = counted, clocked
+
+
+@pytest.mark.parametrize("method", ["eagle3", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_policy_works_with_a_good_head_and_rests_a_bad_one(method: str, temperature: float) -> None:
+    """On the clock of a real model: a pass of the target takes 4 ms and 1 ms per further row, one of the head 0.5 ms."""
+    params = SamplingParams(temperature=temperature, max_tokens=100, ignore_eos=True)
+    requests = [{f"r{i}": (P[i:], replace(params, seed=i))} for i in range(4)]
+    for kind, head in (("last", knowing_head()), ("t0", random_head())):
+        target = engine(SpecConfig(method=method, head=head), kind=kind, max_model_len=200, deterministic=True)
+        target.policy.cost, target.policy.fixed = LineCost(first=4e-3), False
+        clock_heads(target)
+        used: Counter[str] = Counter()
+        target.observers.append(lambda stats, used=used: used.update(stats.drafted))
+        lengths = []
+        for request in requests:
+            ((name, found),) = run(target, request).items()
+            assert_same(found, run(engine(kind=kind, max_model_len=200, deterministic=True), request)[name], tolerance=0)
+            lengths.append(found.metrics.acceptance_length)
+        if kind == "last":
+            assert lengths[-1] > 3.0 and used["eagle3"] > (200 if method == "eagle3" else 0), (lengths, used)
+        else:
+            assert used["eagle3"] < 40
 
 
 def test_order_of_nodes() -> None:

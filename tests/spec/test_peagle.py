@@ -99,7 +99,7 @@ def test_both_heads_serve_auto_side_by_side() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "shipped_heads", lambda name: shipped)
         target = engine(SpecConfig(method="auto", head=random_head("eagle3"), nodes=8, depth=3, width=2), deterministic=True)
-    assert list(target.proposers) == ["suffix", "ngram", "eagle3", "peagle"]
+    assert list(target.proposers) == ["eagle3", "peagle", "suffix", "ngram"]
     assert target.runner.taps == (0, 1, 2)
     requests = {str(method): (R, replace(GREEDY, speculation=method)) for method in (None, "eagle3", "peagle", "off")}
     expected = {name: run(engine(deterministic=True), {name: (R, GREEDY)})[name] for name in requests}
