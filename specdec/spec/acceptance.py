@@ -75,11 +75,11 @@ class DepthRates:
     def rate(self, depth: int) -> float:
         """Conditional acceptance at `depth` ≥ 1."""
         d = min(depth, MAX_DEPTH)
-        if self.parent is not None:
-            prior = self.parent.rate(depth)
-        else:
-            prior = self.prior if d <= 1 else max(self.prior, DEEPER * self.rate(d - 1))
+        prior = self._untried(d) if self.parent is None else self.parent.rate(d)
         return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
+
+    def _untried(self, depth: int) -> float:
+        return self.prior if depth <= 1 else max(self.prior, DEEPER * self.rate(depth - 1))
 
     def record(self, depth: int, accepted: bool) -> None:
         """One trial at `depth`."""
