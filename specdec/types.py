@@ -118,7 +118,6 @@ class Batch:
     slot_mapping: Tensor  # [G, T] i64, -1 = no write
     logit_rows: Tensor  # [R] i64, rows of the hidden states whose logits are wanted: all tree nodes, plan order
     prompt_rows: Tensor | None = None  # extra rows for prompt_logprobs, [P] i64
-    max_query: int = 1
     max_ctx: int = 0
 
 
