@@ -36,6 +36,26 @@ class Applied:
     released: tuple[tuple[Sequence, int], ...] = ()
 
 
+def max_running(config: EngineConfig) -> int:
+    """How many sequences run at once: everybody running gets a row in every step."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def check_room(limit: int | None, count: int, *, waiting: int, free: int) -> None:
+    """QueueFull unless `count` sequences that come together find room, or nobody waits before them.
+
+    limit: sequences that may wait, None = any number. waiting: those that do. free: places among the running ones.
+    The exception keeps a group larger than the whole queue from being refused for ever; what arrives after it is refused
+    until its own sequences are few enough.
+    """
+    if limit is None:
+        return
+    room = limit + max(0, free) - waiting
+    if room <= 0 or (waiting and count > room):
+        text = f"{waiting} sequences are waiting, max_queue is {limit}, the request needs {count}"
+        raise QueueFull(f"{text}; try again later, or send fewer prompts and choices at once")
+
+
 class Scheduler:
     """Owns the queue, the running set, the request slots and (through `tables`) all KV blocks. Single-threaded; `add` and
     `abort` are called between steps, never between `plan` and the last `commit` of its step. max_model_len: tokens.
@@ -63,7 +83,7 @@ class Scheduler:
             block_size=config.block_size,
             max_model_len=max_model_len,
             max_rows=config.max_num_batched_tokens,
-            max_running=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_running=max_running(config),
         )
         self.prefix_queries = 0  # tokens looked up at admission
         self.prefix_hits = 0  # tokens found
@@ -107,13 +127,11 @@ class Scheduler:
     def add(self, *seqs: Sequence) -> None:
         """Queue sequences (the choices of a request together), all or none.
 
-        Raises RequestTooLong for what could never run, QueueFull when `max_queue` sequences wait already.
+        Raises RequestTooLong for what could never run, QueueFull beyond `max_queue` (see `check_room`).
         """
         for seq in seqs:
             self._check_fits(seq)
-        limit = self.config.max_queue
-        if limit is not None and self.queue_depth >= limit + max(0, self._roster.max_running - len(self._roster.running)):
-            raise QueueFull(f"{self.queue_depth} sequences are waiting, max_queue is {limit}; try again later")
+        check_room(self.config.max_queue, len(seqs), waiting=self.queue_depth, free=self._roster.max_running - self.num_running)
         for seq in seqs:
             parent = seq.fork_of
             if parent is not None and not seq.block_hashes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,19 @@ def test_min_tokens_beyond_max_tokens() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(min_tokens=5, max_tokens=4)
     assert caught.value.param == "min_tokens"
+
+
+def test_choices_need_room_together_unless_nobody_waits() -> None:
+    """The server's rule for the prompts of a request holds for the choices of one, too: see `scheduler.check_room`."""
+    target = engine(max_num_seqs=1, max_queue=2)
+    target.add_request("alone", P, replace(GREEDY, n=6))
+    target.abort("alone")
+    target.add_request("one", P, GREEDY)
+    with pytest.raises(QueueFull, match="1 sequences are waiting, max_queue is 2, the request needs 3"):
+        target.add_request("three", P, replace(GREEDY, n=3))
+    target.add_request("two", P, replace(GREEDY, n=2))
+    with pytest.raises(QueueFull):
+        target.add_request("late", P, GREEDY)
 
 
 def test_queue_full() -> None:
