@@ -185,8 +185,8 @@ def _cuts() -> Iterator[Case]:
     log_p = odd.log_softmax(-1)
     rank = odd.clone()
     rank[4] = torch.where(torch.arange(200) < 100, odd[4], odd[4].sign() * 1e-38)
-    for p in (0.0, 1e-30, 0.3137, 0.9731, 1.0):
-        yield Case(f"odd rows, {p}", (log_p, rank, torch.full((7,), p)), row_args=(0, 1, 2))
+    for mass in (0.0, 1e-30, 0.3137, 0.9731, 1.0):
+        yield Case(f"odd rows, {mass}", (log_p, rank, torch.full((7,), mass)), row_args=(0, 1, 2))
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
