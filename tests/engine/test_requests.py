@@ -6,10 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from specdec import boot
+from specdec.cache.sizing import host_memory
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError, InvalidRequest, QueueFull, RequestTooLong, SpecdecError
-from tests.harness import GREEDY, VOCAB, P, chain, engine, run
+from specdec.models.load import find_checkpoint
+from tests.harness import GREEDY, VOCAB, P, chain, checkpoint, engine, run
 
 
 def refused(target: Any, prompt: Any, params: SamplingParams = GREEDY, error: type[SpecdecError] = InvalidRequest) -> SpecdecError:
@@ -58,7 +62,7 @@ def test_what_can_never_fit_the_pool() -> None:
 
 
 def test_pool_beyond_the_memory_of_the_machine() -> None:
-    with pytest.raises(ConfigError, match=r"this machine has \d+: lower it") as caught:
+    with pytest.raises(ConfigError, match=r"the device has \d+: lower it") as caught:
         engine(num_kv_blocks=2**31 - 1)
     assert caught.value.param == "num_kv_blocks"
 
@@ -220,6 +224,21 @@ def test_min_tokens_beyond_max_tokens() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(min_tokens=5, max_tokens=4)
     assert caught.value.param == "min_tokens"
+
+
+def test_cuda_memory_is_what_bounds_the_blocks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card smaller than the host: what was asked for is judged against the card, and errors name the settings that count there."""
+    model, card = find_checkpoint(checkpoint()).config, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
+    fits = EngineConfig(checkpoint(), num_kv_blocks=64)
+    assert boot._pool_size(fits, model, torch.float32, card).num_blocks == (64,)
+    assert host_memory() > 1 << 30
+    with pytest.raises(ConfigError, match=r"the device has 1048576: lower it to at most \d+") as caught:
+        boot._pool_size(EngineConfig(checkpoint(), num_kv_blocks=100_000), model, torch.float32, card)
+    assert caught.value.param == "num_kv_blocks"
+    with pytest.raises(ConfigError, match=r"bytes that gpu_memory_utilization leaves it; raise it until \d+ are left") as caught:
+        boot._pool_size(EngineConfig(checkpoint(), gpu_memory_utilization=0.5, max_model_len=200), model, torch.float32, card)
+    assert caught.value.param == "gpu_memory_utilization"
 
 
 def test_choices_need_room_together_unless_nobody_waits() -> None:
