@@ -123,7 +123,7 @@ def test_bad_speculation_override(override: Any, param: str) -> None:
         "typical_p": [0, 2],
         "presence_penalty": [-2.1, 2.1, float("nan")],
         "frequency_penalty": [-2.1, 2.1],
-        "repetition_penalty": [0, -1, float("inf")],
+        "repetition_penalty": [0, -1, float("inf"), 1e-38, 1e-300, 0.009],
         "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: float("nan")}, [5], {5.0: 1.0}],
         "bad_words": ["abc", [""], [5], 5],
         "allowed_token_ids": [[], [-1], ["a"], 5, "ab"],
