@@ -37,7 +37,7 @@ def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max
             f"the prompt has {len(prompt)} tokens but the context holds {max_model_len} including the output; shorten it", param="prompt"
         )
     named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": params.allowed_token_ids}
-    named["logit_bias"] = list(params.logit_bias or ())
+    named |= {"logit_bias": list(params.logit_bias or ()), "prediction": () if isinstance(params.prediction, str) else params.prediction}
     for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)

@@ -67,7 +67,7 @@ def test_pool_beyond_the_memory_of_the_machine() -> None:
     assert caught.value.param == "num_kv_blocks"
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "prediction"])
 def test_ids_outside_the_vocabulary(field: str) -> None:
     assert refused(engine(), P, SamplingParams(**{field: [VOCAB]})).param == field
 
