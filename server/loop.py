@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from specdec.admission import check_room, max_running
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import Draining, EngineDead, SpecdecError
 from specdec.metrics import Gauges, Metrics
-from specdec.scheduler import check_room, max_running
 from specdec.server.job import Job, Ticket
 from specdec.types import RequestOutput, StepStats
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from specdec.admission import check_room, max_running
 from specdec.cache.pool import BlockPool
 from specdec.cache.prefix import PrefixCache, Reuse
 from specdec.cache.sizing import least_blocks
 from specdec.cache.tables import BlockTables, Copy
 from specdec.config import EngineConfig
-from specdec.errors import InvalidRequest, QueueFull, RequestTooLong
+from specdec.errors import InvalidRequest, RequestTooLong
 from specdec.planning import Roster, make_plan
 from specdec.sequence import Sequence, Status
 from specdec.types import KVGroup, SpecBudget, StepPlan
@@ -34,26 +35,6 @@ class Applied:
 
     copies: tuple[Copy, ...] = ()
     released: tuple[tuple[Sequence, int], ...] = ()
-
-
-def max_running(config: EngineConfig) -> int:
-    """How many sequences run at once: everybody running gets a row in every step."""
-    return min(config.max_num_seqs, config.max_num_batched_tokens)
-
-
-def check_room(limit: int | None, count: int, *, waiting: int, free: int) -> None:
-    """QueueFull unless `count` sequences that come together find room, or nobody waits before them.
-
-    limit: sequences that may wait, None = any number. waiting: those that do. free: places among the running ones.
-    The exception keeps a group larger than the whole queue from being refused for ever; what arrives after it is refused
-    until its own sequences are few enough.
-    """
-    if limit is None:
-        return
-    room = limit + max(0, free) - waiting
-    if room <= 0 or (waiting and count > room):
-        text = f"{waiting} sequences are waiting, max_queue is {limit}, the request needs {count}"
-        raise QueueFull(f"{text}; try again later, or send fewer prompts and choices at once")
 
 
 class Scheduler:

@@ -32,6 +32,7 @@ RANKS = {
     "logprobs": 6,
     "request": 7,
     "spec": 7,
+    "admission": 7,
     "budget": 7,
     "planning": 7,
     "scheduler": 7,

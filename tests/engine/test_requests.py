@@ -242,7 +242,7 @@ def test_cuda_memory_is_what_bounds_the_blocks_on_cuda(monkeypatch: pytest.Monke
 
 
 def test_choices_need_room_together_unless_nobody_waits() -> None:
-    """The server's rule for the prompts of a request holds for the choices of one, too: see `scheduler.check_room`."""
+    """The server's rule for the prompts of a request holds for the choices of one, too: see `admission.check_room`."""
     target = engine(max_num_seqs=1, max_queue=2)
     target.add_request("alone", P, replace(GREEDY, n=6))
     target.abort("alone")
