@@ -18,7 +18,7 @@
 namespace {
 
 using at::Tensor;
-using specdec::check, specdec::check_attention, specdec::check_rope, specdec::check_tiles, specdec::CpuKernels;
+using specdec::check, specdec::check_attention, specdec::check_first, specdec::check_rope, specdec::check_tiles, specdec::CpuKernels;
 using specdec::floats, specdec::read, specdec::writable;
 
 std::vector<const CpuKernels*> usable_tables() {
@@ -86,7 +86,7 @@ Tensor rope_write_kv(const Tensor& qkv, const Tensor& positions, const Tensor& c
 
 Tensor tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table, const Tensor& cu_query,
                       const Tensor& ctx_lens, const Tensor& tree_len, const Tensor& tree_mask, const Tensor& positions, double scale,
-                      std::optional<int64_t> window, const std::optional<Tensor>& sinks) {
+                      std::optional<int64_t> window, const std::optional<Tensor>& sinks, const std::optional<Tensor>& first) {
   check(q, "q", at::kFloat, 3);
   check(k_cache, "k_cache", at::kFloat, 4);
   check(v_cache, "v_cache", at::kFloat, 4);
@@ -104,13 +104,14 @@ Tensor tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_ca
   TORCH_CHECK(!sinks || sinks->size(0) == nh, "sinks must have one element per head");
   TORCH_CHECK(!window || *window > 0, "window must be positive");
   check_attention(cu_query, ctx_lens, tree_len, tree_mask, positions, B, T, block_table.size(1) * bs);
+  if (first) check_first(*first, cu_query, positions);
   Tensor out = at::empty({T, nh * hd}, q.options());
   int64_t used = B ? read<int32_t>(cu_query)[B] : 0;
   if (used < T) out.narrow(0, used, T - used).zero_();
   current->attention({floats(q), floats(k_cache), floats(v_cache), read<int32_t>(block_table), read<int32_t>(cu_query),
                       read<int32_t>(ctx_lens), read<int32_t>(tree_len), read<int64_t>(tree_mask), read<int64_t>(positions),
                       sinks ? floats(*sinks) : nullptr, writable(out), B, T, nh, nkv, hd, bs, block_table.size(1), (float)scale,
-                      window.value_or(0), at::get_num_threads()});
+                      window.value_or(0), at::get_num_threads(), first ? read<int32_t>(*first) : nullptr});
   return out;
 }
 
@@ -244,7 +245,7 @@ void check_attention(const at::Tensor& cu_query, const at::Tensor& ctx_lens, con
   TORCH_CHECK(cu[0] == 0 && cu[B] <= T, "cu_query must start at 0 and stay within ", T, " rows");
   for (int64_t b = 0; b < B; b++) {
     TORCH_CHECK(cu[b] <= cu[b + 1], "cu_query must not decrease");
-    TORCH_CHECK(tree[b] == 0 || (tree[b] == cu[b + 1] - cu[b] && tree[b] <= 64), "a tree's rows must be its nodes, at most 64");
+    TORCH_CHECK(tree[b] >= 0 && tree[b] <= 64, "a tree has at most 64 nodes");
     TORCH_CHECK_INDEX(ctx[b] >= 0 && (tree[b] == 0 || ctx[b] + tree[b] <= reach), "sequence ", b, " reaches past its block table");
     for (int64_t row = cu[b]; row < cu[b + 1]; row++) {
       int64_t p = read<int64_t>(positions)[row];
@@ -254,6 +255,14 @@ void check_attention(const at::Tensor& cu_query, const at::Tensor& ctx_lens, con
                   " of a tree must have one ancestor per depth, all of them nodes of the tree");
     }
   }
+}
+
+void check_first(const at::Tensor& first, const at::Tensor& cu_query, const at::Tensor& positions) {
+  check(first, "first", at::kInt, 1);
+  TORCH_CHECK(first.size(0) + 1 == cu_query.size(0), "first must have one element per sequence");
+  for (int64_t b = 0; b < first.size(0); b++)
+    for (int64_t row = read<int32_t>(cu_query)[b]; row < read<int32_t>(cu_query)[b + 1]; row++)
+      TORCH_CHECK(read<int32_t>(first)[b] <= read<int64_t>(positions)[row], "row ", row, " would not see its own key");
 }
 
 }  // namespace specdec
@@ -267,7 +276,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rope_write_kv", &rope_write_kv);
   m.def("tree_attention", &tree_attention, py::arg("q"), py::arg("k_cache"), py::arg("v_cache"), py::arg("block_table"), py::arg("cu_query"),
         py::arg("ctx_lens"), py::arg("tree_len"), py::arg("tree_mask"), py::arg("positions"), py::kw_only(), py::arg("scale"),
-        py::arg("window") = std::nullopt, py::arg("sinks") = std::nullopt);
+        py::arg("window") = std::nullopt, py::arg("sinks") = std::nullopt,
+        py::arg("first") = std::nullopt);
   m.def("move_kv", &move_kv);
   m.def("tiled_linear", &tiled_linear);
   m.def("tiled_embedding", &tiled_embedding);

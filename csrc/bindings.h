@@ -17,6 +17,7 @@ void check_tiles(const at::Tensor& tiles, int64_t kind, int64_t rows, int64_t co
 void check_rope(const at::Tensor& positions, const int64_t* slots, int64_t rotary_rows, int64_t slot_count);
 void check_attention(const at::Tensor& cu_query, const at::Tensor& ctx_lens, const at::Tensor& tree_len, const at::Tensor& tree_mask,
                      const at::Tensor& positions, int64_t B, int64_t T, int64_t reach);
+void check_first(const at::Tensor& first, const at::Tensor& cu_query, const at::Tensor& positions);  // after check_attention
 
 template <class T> const T* read(const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
 inline const float* floats(const at::Tensor& t) { return read<float>(t); }

@@ -22,6 +22,7 @@ using Cache = std::tuple<Tensor, Tensor>;  // K and V of a layer, each [NB, bs, 
 
 struct Rows {  // the batch, as in specdec/types.py
   Tensor positions, cu_query, ctx_lens, tree_len, tree_mask, tables, slots;
+  std::optional<Tensor> first;
 };
 
 class DecoderStack {
@@ -52,6 +53,7 @@ class DecoderStack {
     std::vector<StackCache> opened = open(caches, groups, rows, &a);
     a.caches = opened.data();
     check_attention(rows.cu_query, rows.ctx_lens, rows.tree_len, rows.tree_mask, rows.positions, a.B, a.T, a.table_width * a.block_size);
+    if (rows.first) check_first(*rows.first, rows.cu_query, rows.positions), a.first = read<int32_t>(*rows.first);
     for (int64_t layer : taps) TORCH_CHECK(layer >= 0 && layer <= a.count, "tap ", layer, " of ", a.count, " layers");
     Tensor hidden = at::empty({a.T, a.H}, x.options()), tapped = at::empty({a.T, (int64_t)taps.size() * a.H}, x.options());
     a.hidden = writable(hidden), a.taps = writable(tapped);
@@ -158,8 +160,9 @@ void bind_decoder_stack(pybind11::module_& m) {
            py::arg("sin"), py::arg("eps"), py::arg("scale"))
       .def("run", [](const DecoderStack& self, const Tensor& x, const Tensor& positions, const Tensor& cu_query, const Tensor& ctx_lens,
                      const Tensor& tree_len, const Tensor& tree_mask, const Tensor& block_tables, const Tensor& slot_mapping,
-                     const std::vector<Cache>& caches, const std::vector<int64_t>& groups, const std::vector<int64_t>& taps) {
-        return self.run(x, {positions, cu_query, ctx_lens, tree_len, tree_mask, block_tables, slot_mapping}, caches, groups, taps);
+                     const std::vector<Cache>& caches, const std::vector<int64_t>& groups, const std::vector<int64_t>& taps,
+                     const std::optional<Tensor>& first) {
+        return self.run(x, {positions, cu_query, ctx_lens, tree_len, tree_mask, block_tables, slot_mapping, first}, caches, groups, taps);
       }, py::call_guard<py::gil_scoped_release>());
 }
 

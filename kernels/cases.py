@@ -105,6 +105,21 @@ def _attention() -> Iterator[Case]:
         batch = attention_batch([*_ATTENTION["mixed"], *_ATTENTION["chunk"]], 6, 2, 32, 16)
         yield Case(f"window {window}", tuple(batch.values()), {"scale": 0.2, "window": window})
         yield Case(f"window {window}, sinks", tuple(batch.values()), {"scale": 0.2, "window": window, "sinks": randn(6, scale=3.0)})
+    yield from _draft_attention()
+
+
+def _draft_attention() -> Iterator[Case]:
+    """As a draft head runs it: keys hidden before `first`, and rows that are some of a tree's nodes."""
+    lists = [*_ATTENTION["mixed"], *_ATTENTION["chunk"], Rows(200)]
+    batch = attention_batch(lists, 6, 2, 32, 16)
+    for first in ([0, 63, 31, 1, 15, 40, 200], [0, 1, 1, 1, 1, 1, 1], [0, 5, 20, 0, 3, 33, 65]):
+        yield Case(f"first {first}", tuple(batch.values()), {"scale": 0.2, "first": torch.tensor(first, dtype=torch.int32)})
+    batch = attention_batch([Rows(70, tree=tuple(random_tree(60, 3))), Rows(9, 4), Rows(126, tree=tuple(random_tree(64, 4)))], 6, 2, 32, 16)
+    some = torch.cat((torch.arange(7, 60, 9), torch.arange(60, 64), torch.tensor([64, 127])))
+    batch |= {name: batch[name][some].contiguous() for name in ("q", "tree_mask", "positions")}
+    batch["cu_query"] = torch.tensor([0, 6, 10, 12], dtype=torch.int32)
+    for kwargs in ({}, {"window": 40}, {"first": torch.tensor([64, 2, 100], dtype=torch.int32)}):
+        yield Case(f"some nodes {sorted(kwargs)}", tuple(batch.values()), {"scale": 0.2, **kwargs})
 
 
 def _tiled() -> Iterator[Case]:

@@ -56,7 +56,6 @@ def _device(text: str) -> str:
     return text
 
 
-HEADS = ("eagle3", "peagle")  # drafters whose heads do not exist yet
 DTYPE_CHOICES = ("auto", *DTYPES)
 _ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("device", _device, "auto, cpu, cuda or cuda:N"),
@@ -75,7 +74,8 @@ _ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("seed", int, "seed of dummy weights"),
 )
 _SPEC_FLAGS: tuple[tuple[str, str, type, str], ...] = (
-    ("head", "head", str, "draft head for eagle3 or peagle"),
+    ("head", "head", str, "draft head: directory, hub id, or a shipped one"),
+    ("draft-quantization", "draft_quantization", str, "precision of the draft head's weights"),
     ("draft-model", "model", str, "checkpoint for --speculation draft_model"),
     ("nodes", "nodes", int, "largest draft tree, root included"),
     ("depth", "depth", int, "longest path of a draft tree"),
@@ -119,11 +119,6 @@ def parser() -> argparse.ArgumentParser:
 
 def speculation(args: argparse.Namespace) -> SpecConfig:
     """The SpecConfig of the command line; only flags that were given. ConfigError for a method that cannot draft."""
-    if args.speculation in HEADS or args.spec_head is not None:
-        flag = f"--speculation {args.speculation}" if args.speculation in HEADS else "--head"
-        raise ConfigError(
-            f"{flag} needs draft heads, which are not there yet; use --speculation auto or ngram, without --head", param="head"
-        )
     if args.speculation == "draft_model" and args.spec_model is None:
         raise ConfigError("--speculation draft_model needs --draft-model PATH, a small model with the same vocabulary", param="model")
     fields = {dest: value for _, dest, _, _ in _SPEC_FLAGS if (value := getattr(args, f"spec_{dest}")) is not None}

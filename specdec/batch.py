@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from specdec.types import DraftTree, Scheduled, StepPlan
 
 
+NO_CELL = -1  # of a row that writes no K and V
+
+
 class _Rows:
     """Growing columns of one batch, row by row in plan order."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
-        self.cells: list[int] = []  # the row's place in its sequence's slots: position, or ctx + node index in a tree
+        self.cells: list[int] = []  # the row's place in its sequence's slots: position, ctx + node index in a tree, or NO_CELL
         self.words: list[int] = []
         self.owner: list[int] = []  # request slot of the row
         self.cu = [0]
@@ -64,6 +67,11 @@ class BatchBuilder:
     def _linear(rows: _Rows, share: Scheduled) -> None:
         """A prefill chunk or a plain decode row: causal by position."""
         seq, start = share.seq, share.seq.num_computed
+        if share.rerun:
+            rows.ids.append(seq.tokens[start - 1])
+            rows.positions.append(start - 1)
+            rows.cells.append(NO_CELL)
+            rows.words.append(0)
         first = len(rows.ids)
         rows.ids.extend(seq.tokens[start : start + share.num_new])
         rows.positions.extend(range(start, start + share.num_new))
@@ -72,7 +80,7 @@ class BatchBuilder:
         if share.samples:
             rows.logit_rows.append(first + share.num_new - 1)
         rows.prompt_rows.extend(range(first, first + share.prompt_rows))
-        rows.close(start, 0, seq.request_slot)
+        rows.close(start - share.rerun, 0, seq.request_slot)
 
     @staticmethod
     def _tree(rows: _Rows, share: Scheduled, nodes: int, tokens: list[int], depth: list[int], words: list[int]) -> None:
@@ -109,10 +117,13 @@ class BatchBuilder:
 
     def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:
         """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
-        block, offset = np.divmod(np.asarray(cells, dtype=np.int64), self.block_size)
+        places = np.asarray(cells, dtype=np.int64)
+        block, offset = np.divmod(places, self.block_size)
         blocks = self.tables.numpy()[:, np.asarray(request_slots, dtype=np.int64), block]
         # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
-        return torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset).to(self.device)
+        slots = np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset
+        slots[:, places < 0] = -1
+        return torch.from_numpy(slots).to(self.device)
 
     def _long(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,15 +23,15 @@ from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolv
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
+from specdec.spec.heads import load_heads, taps_of, wants_hidden
 from specdec.spec.policy import SpecPolicy, make_policy
 from specdec.spec.proposer import DrafterContext, Proposer, create_for
 from specdec.spec.verify import Verifier
 from specdec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from specdec.models.draft_heads import DraftHead
     from specdec.sequence import Sequence
-
-HEADS = ("eagle3", "peagle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,6 @@ def build_engine(config: EngineConfig, *, oracle: Callable[[Sequence], Seq[int]]
 
     oracle: future tokens of a sequence, for the test drafters. Raises ConfigError, ModelNotFound or UnsupportedCheckpoint.
     """
-    if config.speculation.method in HEADS:
-        raise ConfigError(f"speculation method {config.speculation.method!r} needs draft heads, which are not there yet", param="method")
     device = resolve_device(config.device)
     loaded = load_model(
         config.model,
@@ -88,7 +86,8 @@ def resolve_device(name: str) -> torch.device:
 def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, oracle: Callable[[Sequence], Seq[int]] | None) -> Parts:
     groups = loaded.config.kv_groups()
     kv_dtype = loaded.model.dtype if config.kv_dtype == "auto" else _kv_dtype(config.kv_dtype)
-    size = _pool_size(config, loaded.config, kv_dtype, device)
+    spec, heads = config.speculation, load_heads(config.speculation, loaded)
+    size = _pool_size(config, loaded.config, kv_dtype, device, _companion_bytes(config, device, heads))
     pools = [BlockPool(n, group.name) for n, group in zip(size.num_blocks, groups, strict=True)]
     kv = KVCache(
         groups,
@@ -100,10 +99,13 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         layer_in_group=loaded.config.layer_in_group,
     )
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
-    scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace)
-    runner = ModelRunner(loaded.model, kv, device)
+    scheduler = Scheduler(
+        config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(spec, heads)
+    )
+    taps = taps_of(heads.values()) if any(head.trusted for head in heads.values()) else ()
+    runner = ModelRunner(loaded.model, kv, device, taps=taps)
     context = DrafterContext(
-        config=config.speculation,
+        config=spec,
         vocab_size=loaded.config.vocab_size,
         max_model_len=size.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -113,6 +115,9 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         kv=kv,
         pools=pools,
         load=lambda name: load_model(name, device=device, dtype=config.dtype, deterministic=config.deterministic),
+        heads=heads,
+        taps=taps,
+        tables=scheduler.tables.tensor,
     )
     proposers = create_for(context)
     return Parts(
@@ -125,9 +130,9 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         runner=runner,
         kv=kv,
         sampling=SamplingState(config.max_num_seqs, loaded.config.vocab_size, device=device),
-        verifier=_verifier(config.speculation, proposers),
+        verifier=_verifier(spec, proposers),
         policy=make_policy(
-            config.speculation,
+            spec,
             proposers,
             runner.measure,
             key=f"{loaded.fingerprint}-{loaded.model.dtype}-{device.type}",
@@ -150,7 +155,7 @@ def _kv_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PoolSize:
+def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, companion_bytes: int) -> PoolSize:
     """Blocks per group: given, from `kv_cache_bytes`, or on CUDA from what the weights left of the card."""
     limit = model.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -172,12 +177,14 @@ def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         explicit_len=config.max_model_len is not None,
         num_kv_blocks=config.num_kv_blocks,
         memory=memory,
-        companion_bytes=_companion_bytes(config, device),
+        companion_bytes=companion_bytes,
     )
 
 
-def _companion_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that a draft model's KV adds to every block of the target's full-attention group."""
+def _companion_bytes(config: EngineConfig, device: torch.device, heads: Mapping[str, DraftHead]) -> int:
+    """Bytes that a draft model's or the heads' KV adds to every block of the target's full-attention group."""
+    if heads:
+        return sum(block_bytes(group, config.block_size, head.dtype) for head in heads.values() for group in head.config.kv_groups())
     if config.speculation.method != "draft_model" or config.speculation.model is None:
         return 0
     draft = find_checkpoint(config.speculation.model).config

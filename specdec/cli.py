@@ -1,4 +1,4 @@
-"""`specdec serve | generate | chat | verify | pull | env`. Thin: every command calls the library."""
+"""`specdec serve | generate | chat | train | verify | pull | env`. Thin: every command calls the library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.errors import SpecdecError
 def main(argv: list[str] | None = None) -> int:
     """Run one command; errors specdec raises on purpose become one line on stderr and exit code 1."""
     args, rest = _parser().parse_known_args(argv)
-    if rest and args.command not in ("serve",):
+    if rest and args.command not in ("serve", "train"):
         print(f"specdec: unknown argument {rest[0]}", file=sys.stderr)
         return 2
     try:
@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="OpenAI-compatible server (same flags as python -m specdec.server)", add_help=False)
     serve.set_defaults(run=_serve)
+
+    train = commands.add_parser("train", help="train draft heads (same flags as python -m specdec.train)", add_help=False)
+    train.set_defaults(run=_train)
 
     for name, help_text, run in (("generate", "complete a prompt", _generate), ("chat", "talk to the model", _chat)):
         command = commands.add_parser(name, help=help_text)
@@ -79,6 +82,12 @@ def _serve(args: argparse.Namespace, rest: list[str]) -> int:
     from specdec.server.__main__ import main as serve
 
     return int(serve(rest) or 0)
+
+
+def _train(args: argparse.Namespace, rest: list[str]) -> int:
+    from specdec.train.__main__ import main as train
+
+    return train(rest)
 
 
 def _llm(args: argparse.Namespace) -> Any:

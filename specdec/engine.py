@@ -175,7 +175,7 @@ class Engine:
             if state.trace is not None:
                 state.trace.add(self._steps, share.seq, tree, verdict, b)
             b += 1
-        self._observe(plan.sampling, tree, verdict)
+        self._observe(plan, tree, forward, verdict)
         self._settle(plan)
         return self._close_stats(stats, clock)
 
@@ -198,11 +198,11 @@ class Engine:
             for group in range(len(self.kv.groups)):
                 self.kv.move(group, source[group], target[group])
 
-    def _observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
-        """Every drafter sees the trees it proposed; the policy sees all of them."""
+    def _observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
+        """Every drafter sees the whole step, with the hidden states of all rows; the policy sees the trees."""
         for proposer in self.proposers.values():
-            proposer.observe(shares, tree, verdict)
-        self.policy.observe(shares, tree, verdict)
+            proposer.observe(plan, tree, forward, verdict)
+        self.policy.observe(plan.sampling, tree, verdict)
 
     def _settle(self, plan: StepPlan) -> None:
         """Free what finished sequences hold, and remember whose output moved."""

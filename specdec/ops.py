@@ -1,12 +1,13 @@
 """The ops the models call, and the one table that decides which kernel runs them.
 
 Every op has a PyTorch reference and may have faster backends (`specdec/kernels/<op>/`). Preference: cpu > reference on the
-CPU; on CUDA the references until kernels exist. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
+CPU, triton > reference on CUDA. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
 block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv query / KV heads, NB blocks of bs slots.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 TABLE = Registry()
 
 _NEEDS_F32 = "compiled for float32 only"
+_TRITON_OPS = (
+    *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
+    *("gumbel_argmax", "gumbel_noise", "philox_uniform"),
+)
 _HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
 
 
@@ -51,7 +56,18 @@ def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
     return {**vars(module), **bridges}, None
 
 
+def _load_triton() -> tuple[dict[str, Backend], str | None]:
+    """Triton backends by op name and None, or nothing and the reason why they cannot be used."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return {}, "no CUDA device"
+    try:
+        return import_module("specdec.kernels.triton_table").BACKENDS, None
+    except ImportError as err:
+        return {}, f"Triton not usable ({err}); install triton"
+
+
 _COMPILED, _WHY_NOT = _load_extension()
+_TRITON, _WHY_NO_TRITON = _load_triton()
 
 
 def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
@@ -77,9 +93,11 @@ def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequenc
 
 
 def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
-    """Op `name`: the compiled CPU backend (extension function of the same name), then `extra`, then the reference."""
+    """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
     op = TABLE.op(name)
     op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT))
+    if name in _TRITON_OPS:
+        op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
     for backend in extra:
         op.add(backend)
     op.add(Backend("reference", reference))
@@ -182,14 +200,28 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Paged attention for causal and tree rows (`specdec.types.Batch`). Returns [T, nh*hd]; rows past cu_query[B] are 0.
 
     q [T,nh,hd], caches [NB,bs,nkv,hd], block_table [B,M] i32, cu_query [B+1] i32, ctx_lens and tree_len [B] i32,
-    tree_mask [T] i64, positions [T] i64, sinks [nh]. A key at logical position p is visible iff positions - p < window.
+    tree_mask [T] i64, positions [T] i64, sinks [nh], first [B] i32. A key at logical position p is visible iff p >= first (at
+    most the row's own position) and positions - p < window. The rows of a tree are any of its tree_len nodes.
     """
     return _TREE_ATTENTION(
-        q, k_cache, v_cache, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, scale=scale, window=window, sinks=sinks
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_query,
+        ctx_lens,
+        tree_len,
+        tree_mask,
+        positions,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        first=first,
     )
 
 

@@ -12,11 +12,11 @@ Source: reference §9.3.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from specdec.budget import clip, fair_cap, shrink
+from specdec.budget import clip, confine, fair_cap, shrink, slots
 from specdec.cache.ledger import Ledger
 from specdec.cache.pool import BlockPool
 from specdec.cache.prefix import PrefixCache, Reuse
@@ -34,6 +34,7 @@ class Roster:
 
     max_rows: rows per step, drafts included. max_running: at most `max_rows`, so that everybody running gets a row.
     order: arrival rank of every unfinished sequence; `running` and `preempted` are sorted by it, `waiting` is by nature.
+    wants_hidden: a draft head reads the hidden states of this sequence, that of the last reused token included.
     """
 
     groups: tuple[KVGroup, ...]
@@ -48,6 +49,7 @@ class Roster:
     preempted: list[Sequence] = field(default_factory=list)
     waiting: OrderedDict[Sequence, None] = field(default_factory=OrderedDict)
     order: dict[Sequence, int] = field(default_factory=dict)
+    wants_hidden: Callable[[Sequence], bool] = lambda seq: False
 
     def queue(self) -> Iterator[Sequence]:
         """Who waits, in order of admission."""
@@ -85,7 +87,7 @@ def make_plan(roster: Roster, budget_of: Budgets) -> StepPlan:
     admitted = {} if preempted else _plan_admissions(roster, ledger, shares, rows)
     budgets = {s: _fit_blocks(roster, ledger, s, b) for s, b in budgets.items()}
     scheduled = [Scheduled(s, n, s.num_computed + n == len(s.tokens), budgets.get(s, NO_DRAFT)) for s, n in shares.items()]
-    scheduled += [Scheduled(s, n, start + n == len(s.tokens)) for s, (start, n) in admitted.items()]
+    scheduled += [Scheduled(s, n, start + n == len(s.tokens), rerun=again) for s, (start, n, again) in admitted.items()]
     return StepPlan(tuple(scheduled), tuple(preempted), tuple(admitted))
 
 
@@ -103,9 +105,9 @@ def _fit_rows(roster: Roster, decode: list[Sequence], prefill: list[Sequence], b
 
 def _fit_blocks(roster: Roster, ledger: Ledger, seq: Sequence, budget: SpecBudget) -> SpecBudget:
     """`budget`, cut to the blocks the sequence has anyway when there are no others for its lookahead."""
-    if ledger.charge(seq, seq.num_computed + budget.nodes):
+    if ledger.charge(seq, seq.num_computed + slots(budget)):
         return budget
-    return shrink(budget, ledger.length(seq) * roster.block_size - seq.num_computed)
+    return confine(budget, ledger.length(seq) * roster.block_size - seq.num_computed)
 
 
 def _plan_running(roster: Roster, ledger: Ledger, seqs: list[Sequence], rows: int) -> tuple[dict[Sequence, int], list[Sequence]]:
@@ -133,14 +135,14 @@ def _make_room(ledger: Ledger, seq: Sequence, alive: list[Sequence], shares: dic
     return True
 
 
-def _plan_admissions(roster: Roster, ledger: Ledger, shares: Mapping[Sequence, int], rows: int) -> dict[Sequence, tuple[int, int]]:
-    """Sequences to admit -> (first token to compute, number of tokens).
+def _plan_admissions(roster: Roster, ledger: Ledger, shares: Mapping[Sequence, int], rows: int) -> dict[Sequence, tuple[int, int, int]]:
+    """Sequences to admit -> (first token to compute, number of tokens, reused tokens to run again).
 
     The head of the queue waits until all its present tokens will fit beside what running prefills still need and one spare
     block for each running sequence: admitting earlier would only lead to preemption. Nobody overtakes it, except that
     choices waiting for their sibling's prompt are passed over.
     """
-    admitted: dict[Sequence, tuple[int, int]] = {}
+    admitted: dict[Sequence, tuple[int, int, int]] = {}
     spare = [free - sum(_outstanding(roster, ledger, s, g) for s in shares) for g, free in zip(roster.groups, ledger.free, strict=True)]
     for seq in roster.queue():
         busy = len(roster.running) + len(admitted)
@@ -153,11 +155,12 @@ def _plan_admissions(roster: Roster, ledger: Ledger, shares: Mapping[Sequence, i
         if any(have - busy < n for have, n in zip(spare, need, strict=True)):
             break
         ledger.adopt(seq, reuse)
-        n = min(len(seq.tokens) - reuse.num_tokens, rows, ledger.reach(seq) - reuse.num_tokens)
+        again = int(rows > 1 and reuse.num_tokens > 0 and roster.wants_hidden(seq))
+        n = min(len(seq.tokens) - reuse.num_tokens, rows - again, ledger.reach(seq) - reuse.num_tokens)
         ledger.charge(seq, reuse.num_tokens + n)
-        rows -= n
+        rows -= n + again
         spare = [have - n_blocks for have, n_blocks in zip(spare, need, strict=True)]
-        admitted[seq] = (reuse.num_tokens, n)
+        admitted[seq] = (reuse.num_tokens, n, again)
     return admitted
 
 

@@ -27,7 +27,9 @@ from specdec.rows import RowInfo
 from specdec.sequence import Sequence
 
 _NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
-_FEATURES = ("allowed", "bad_words", "min_tokens", "bias", "penalty", "temperature", "min_p", "top_k", "top_p", "typical_p")
+_BY_ID = ("allowed", "bad_words", "min_tokens", "bias", "penalty")  # work on token ids
+_BY_RANK = ("temperature", "min_p", "top_k", "top_p", "typical_p")  # work on a row of scores, whatever its ids
+_FEATURES = (*_BY_ID, *_BY_RANK)
 
 
 class SamplingState:
@@ -181,8 +183,19 @@ class SamplingState:
 
         A bad word or an end token too early is let through where nothing else would be left.
         """
-        used = {name: i for name in _FEATURES if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
         scores = logits if token_mask is None else logits.masked_fill(~token_mask, -torch.inf)
+        return self._stages(_FEATURES, scores, logits, rows)
+
+    def truncate(self, logits: Tensor, rows: RowInfo) -> Tensor:
+        """Temperature and truncation alone, for logits [R, any] f32 of a draft vocabulary. A copy, or the logits themselves."""
+        return self._stages(_BY_RANK, logits, logits, rows)
+
+    def working_by_id(self) -> set[int]:
+        """Request slots whose processing works on token ids: their scores must cover the whole vocabulary."""
+        return set().union(*(self._uses[name] for name in _BY_ID))
+
+    def _stages(self, names: Seq[str], scores: Tensor, logits: Tensor, rows: RowInfo) -> Tensor:
+        used = {name: i for name in names if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
         for name, index in used.items():
             stage = getattr(self, f"_apply_{name}")
             if isinstance(index, slice):

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from specdec.admission import check_room, max_running
+from specdec.budget import slots
 from specdec.cache.pool import BlockPool
 from specdec.cache.prefix import PrefixCache, Reuse
 from specdec.cache.sizing import least_blocks
@@ -40,7 +41,7 @@ class Applied:
 class Scheduler:
     """Owns the queue, the running set, the request slots and (through `tables`) all KV blocks. Single-threaded; `add` and
     `abort` are called between steps, never between `plan` and the last `commit` of its step. max_model_len: tokens.
-    namespace: what KV content depends on besides tokens (model fingerprint, KV dtype, salt)."""
+    namespace: what KV content depends on besides tokens (model fingerprint, KV dtype, salt). wants_hidden: see `Roster`."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Scheduler:
         max_model_len: int,
         namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
+        wants_hidden: Callable[[Sequence], bool] = lambda seq: False,
     ):
         self.config = config
         self.pools = tuple(pools)
@@ -65,6 +67,7 @@ class Scheduler:
             max_model_len=max_model_len,
             max_rows=config.max_num_batched_tokens,
             max_running=max_running(config),
+            wants_hidden=wants_hidden,
         )
         self.prefix_queries = 0  # tokens looked up at admission
         self.prefix_hits = 0  # tokens found
@@ -181,13 +184,13 @@ class Scheduler:
         """Carry out a plan made from the present state. Order matters: blocks are given back, then shared, then newly taken,
         so that no allocation evicts what the plan means to share."""
         reuse = {seq: self._roster.reuse(seq) for seq in plan.admitted}
-        slots = {s.seq: s.num_new + s.budget.nodes - 1 for s in plan.scheduled}
+        room = {s.seq: s.num_new + slots(s.budget) - 1 for s in plan.scheduled}
         released = tuple((seq, self._preempt(seq)) for seq in plan.preempted)
         for seq in self._roster.running:
-            self.tables.trim(seq, seq.num_computed + slots.get(seq, 0))
+            self.tables.trim(seq, seq.num_computed + room.get(seq, 0))
         for seq in plan.admitted:
             self._admit(seq, reuse[seq])
-        for seq, n in slots.items():
+        for seq, n in room.items():
             self.tables.reserve(seq, seq.num_computed + n)
         copies = [(g, src, seq.block_tables[g][len(r.blocks[g])]) for seq, r in reuse.items() for g, src in enumerate(r.tail)]
         return Applied(tuple(copies), released)

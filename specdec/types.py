@@ -28,12 +28,17 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class SpecBudget:
-    """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node)."""
+    """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node).
+
+    feeds: the drafter runs its own nodes, a beam of them at every depth but the last, and keeps their K and V in slots behind
+    the newest token (`specdec.budget`).
+    """
 
     drafter: str | None = None
     nodes: int = 1
     depth: int = 0
     width: int = 1
+    feeds: bool = False
 
 
 NO_DRAFT = SpecBudget()
@@ -45,12 +50,14 @@ class Scheduled:
 
     `samples` is True when the last of them is the newest token of the sequence: its row is the root of a draft tree and
     yields tokens. Trees are planned for decode rows only (`num_new == 1`); a longer share gets the root alone.
+    rerun: rows before `num_computed` (0 or 1) that run again without writing K and V, for the hidden states a draft head needs.
     """
 
     seq: Sequence
     num_new: int
     samples: bool
     budget: SpecBudget = NO_DRAFT
+    rerun: int = 0
 
     @property
     def prompt_rows(self) -> int:
@@ -72,7 +79,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Rows without draft nodes."""
-        return sum(s.num_new for s in self.scheduled)
+        return sum(s.rerun + s.num_new for s in self.scheduled)
 
     @property
     def sampling(self) -> tuple[Scheduled, ...]:
@@ -104,8 +111,9 @@ class Batch:
     """One ragged forward: prefill shares, decode rows and trees side by side, no fork between them.
 
     A sequence's rows are `cu_query[b]:cu_query[b+1]`. Row positions are absolute. With `tree_len[b] == 0` rows are causal
-    by position; otherwise the rows are exactly a tree of that many nodes: row i sees the `ctx_lens[b]` committed keys and
-    the ancestors named by its word in `tree_mask`; node i's key lies at slot position `ctx_lens[b] + i`.
+    by position; otherwise they are nodes of a tree of that many, all of them in the target's passes, one depth in a draft
+    head's: a row sees the `ctx_lens[b]` committed keys and the ancestors named by its word in `tree_mask`; node i's key lies at
+    slot position `ctx_lens[b] + i`.
     """
 
     input_ids: Tensor  # [T] i64
@@ -118,6 +126,7 @@ class Batch:
     slot_mapping: Tensor  # [G, T] i64, -1 = no write
     logit_rows: Tensor  # [R] i64, rows of the hidden states whose logits are wanted: all tree nodes, plan order
     prompt_rows: Tensor | None = None  # extra rows for prompt_logprobs, [P] i64
+    first_key: Tensor | None = None  # [B] i32, keys before this position are not visible (draft heads); None = all are
     max_ctx: int = 0
 
 

@@ -51,7 +51,7 @@ def _root() -> Path:
 def checkpoint(kind: str = "t0") -> str:
     """Directory of a tiny checkpoint, written once per test run: "t0", "two_groups" (full and sliding window of 24), "bump"
     (T0 with an added logit bump on token BUMPED), "draft" (one layer, other weights, same tokenizer), "short_draft" (T0's weights,
-    32 positions)."""
+    32 positions), "last" (T0 without attention and MLP: the next token depends on the newest alone)."""
     path = _root() / kind
     if kind == "draft":
         write_tiny(path, seed=1, num_hidden_layers=1)
@@ -60,7 +60,18 @@ def checkpoint(kind: str = "t0") -> str:
         write_tiny(path, two_groups=kind == "two_groups", **more)
     if kind == "bump":
         _add_bump(path / "model.safetensors")
+    if kind == "last":
+        _silence_layers(path / "model.safetensors")
     return str(path)
+
+
+def _silence_layers(file: Path) -> None:
+    """Nothing is added to the residual stream after the embedding."""
+    weights = load_file(file)
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _add_bump(file: Path) -> None:

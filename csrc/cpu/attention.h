@@ -20,16 +20,17 @@ struct AttentionRow {
 
 struct Scratch {  // of one thread
   AttentionRow rows[kTaskRows];
-  int64_t node[64];      // element offset of each tree node's key
+  int64_t node[64];      // element offset of each tree node's key, whether its row is here or not
   int64_t shared[kKeys]; // of the current tile's positions, for keys all rows share
   int64_t own[kKeys];    // the same for one row, ancestors included
   std::unique_ptr<Softmax[]> state;  // [kTaskRows, group]
 };
 
-SPECDEC_INLINE void plan_row(const AttentionArgs& a, int64_t row, bool tree, AttentionRow* out) {
+SPECDEC_INLINE void plan_row(const AttentionArgs& a, int64_t b, int64_t row, bool tree, AttentionRow* out) {
   out->row = row;
   out->position = a.positions[row];
   out->first = a.window > 0 && out->position >= a.window ? out->position - a.window + 1 : 0;
+  if (a.first && a.first[b] > out->first) out->first = a.first[b];
   uint64_t word = tree ? (uint64_t)a.words[row] : 0;
   for (int depth = 0; word; depth++, word &= word - 1) out->ancestor[depth] = __builtin_ctzll(word);
 }
@@ -108,7 +109,7 @@ template <int vectors> static void attend_rows(const AttentionArgs& a, const Tas
   bool tree = a.tree[t.b] > 0;
   if (tree) locate(a, t.b, ctx, ctx + a.tree[t.b], s->node);
   for (int i = 0; i < t.count; i++) {
-    plan_row(a, t.row + i, tree, s->rows + i);
+    plan_row(a, t.b, t.row + i, tree, s->rows + i);
     if (s->rows[i].position > last) last = s->rows[i].position;
     if (s->rows[i].first < begin) begin = s->rows[i].first;
     for (int64_t g = from; g < to; g++) {

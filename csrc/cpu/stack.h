@@ -140,7 +140,7 @@ struct Member {  // one thread of the team
                    share_hi - first, a.nh, a.nkv, a.hd});
     meet();
     attend_share({s.q, cache.k, cache.v, a.tables + cache.group * a.B * a.table_width, a.cu_query, a.ctx, a.tree, a.words, a.positions,
-                  nullptr, s.mixed, a.B, a.T, a.nh, a.nkv, a.hd, a.block_size, a.table_width, a.scale, layer.window, count},
+                  nullptr, s.mixed, a.B, a.T, a.nh, a.nkv, a.hd, a.block_size, a.table_width, a.scale, layer.window, count, a.first},
                  tasks, &scratch, id, count);
     meet();
   }

@@ -40,6 +40,7 @@ struct AttentionArgs {
   float scale;
   int64_t window;  // <= 0: none
   int threads;
+  const int32_t* first = nullptr;  // [B] first visible key, or null: 0
 };
 
 struct RopeArgs {
@@ -131,6 +132,7 @@ struct StackArgs {
   float *hidden, *taps;  // [T, H], [T, tap_count * H]
   int threads;
   void* scratch;  // `stack_bytes` bytes, 64-byte aligned
+  const int32_t* first = nullptr;  // [B] first visible key, or null: 0
 };
 
 struct CpuKernels {

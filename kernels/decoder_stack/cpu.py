@@ -46,6 +46,7 @@ def decoder_stack(
         caches,
         groups,
         taps,
+        batch.first_key,
     )
     return hidden, tapped if taps else None
 
@@ -64,6 +65,8 @@ def _refuse(stack: DecoderStack, head_sizes: Sequence[int]) -> str | None:
         return "weights are not tiled"
     if stack.layers[0].attention.rotary.cos.shape[1] * 2 not in head_sizes:
         return f"compiled for head sizes {tuple(head_sizes)} only"
+    if any(layer.attention.head_norms for layer in stack.layers):
+        return "queries and keys are normalised"
     rotation = {(id(layer.attention.rotary), layer.attention.scale) for layer in stack.layers}
     eps = {norm.eps for layer in stack.layers for norm in (layer.input_norm, layer.post_norm, stack.norm)}
     return "layers differ in rotary tables, attention scale or eps" if len(rotation) > 1 or len(eps) > 1 else None

@@ -20,33 +20,35 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. One masked softmax per sequence over its keys in slot order."""
     out = torch.zeros_like(q)
     starts, contexts, trees = cu_query.tolist(), ctx_lens.tolist(), tree_len.tolist()
+    begins = [0] * len(contexts) if first is None else first.tolist()
     for b, ctx in enumerate(contexts):
         rows = slice(starts[b], starts[b + 1])
         n = rows.stop - rows.start
         if n:
-            total = ctx + n
+            total = ctx + (trees[b] or n)
             place = torch.arange(total, device=q.device)
             block = k_cache.shape[1]
             slots = block_table[b].long()[place // block] * block + place % block
             keys, values = (c.view(-1, *c.shape[-2:])[slots].float() for c in (k_cache, v_cache))
-            seen = _visible(positions[rows], tree_mask[rows], place, ctx, trees[b] > 0, window)
+            seen = _visible(positions[rows], tree_mask[rows], place, ctx, trees[b] > 0, window, begins[b])
             out[rows] = _attend(q[rows], keys, values, seen, scale, sinks)
     return out.flatten(1)
 
 
-def _visible(positions: Tensor, words: Tensor, place: Tensor, ctx: int, tree: bool, window: int | None) -> Tensor:
-    """[n, ctx + n] bool: which slot positions each row sees."""
+def _visible(positions: Tensor, words: Tensor, place: Tensor, ctx: int, tree: bool, window: int | None, begin: int) -> Tensor:
+    """[n, total] bool: which slot positions each row sees."""
     if tree:
-        node = place[ctx:] - ctx
-        ancestor = (words.unsqueeze(1) >> node) & 1 == 1
+        ancestor = (words.unsqueeze(1) >> (place[ctx:] - ctx)) & 1 == 1
         seen = torch.cat((ancestor.new_ones(len(positions), ctx), ancestor), dim=1)
-        logical = torch.cat((place[:ctx], positions))
+        logical = torch.cat((place[:ctx].expand(len(positions), -1), ctx + ancestor.cumsum(1) - 1), dim=1)
     else:
         seen, logical = place <= positions.unsqueeze(1), place
+    seen = seen & (logical >= begin)
     return seen if window is None else seen & (positions.unsqueeze(1) - logical < window)
 
 

@@ -1,7 +1,9 @@
 """Attention of a ragged batch over the paged cache, causal rows and tree rows alike.
 
 Terms: a row's *logical* keys are numbered 0, 1, 2, …: committed positions, then (tree rows) the row's ancestors by depth,
-itself last. The key of logical position p is in slot position p, or, for an ancestor node j, in slot position ctx + j.
+itself last. The key of logical position p is in slot position p, or, for an ancestor node j, in slot position ctx + j; its
+logical position is ctx + the number of ancestors before it, i.e. of lower bits set in the row's word. The rows of a tree need
+not be all of its nodes: a draft head runs one depth at a time over what it wrote before.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. Logical keys in fixed tiles of 64 from 0, merged in order.
 
@@ -38,9 +41,10 @@ def tree_attention(
         if rows.start == rows.stop:
             continue
         place = _logical_slots(positions[rows], tree_mask[rows], int(ctx_lens[b]), trees[b])
+        begin = 0 if first is None else int(first[b])
         block = k_cache.shape[1]
         slots = block_table[b].long()[place // block] * block + place % block
-        out[rows] = _rows(q[rows], k_cache, v_cache, slots, positions[rows], scale, window, sinks)
+        out[rows] = _rows(q[rows], k_cache, v_cache, slots, positions[rows], scale, window, sinks, begin)
     return out.flatten(1)
 
 
@@ -52,7 +56,8 @@ def _logical_slots(positions: Tensor, words: Tensor, ctx: int, tree: int) -> Ten
     if tree:
         nodes = column.new_tensor(range(tree))
         ancestor = (words.unsqueeze(1) >> nodes) & 1 == 1
-        place.scatter_(1, torch.where(ancestor, positions, length), (ctx + nodes).expand_as(ancestor))
+        logical = ctx + ancestor.cumsum(1) - 1
+        place.scatter_(1, torch.where(ancestor, logical, length), (ctx + nodes).expand_as(ancestor))
     return torch.where(column <= positions.unsqueeze(1), place, 0)[:, :length]
 
 
@@ -68,7 +73,15 @@ def halving_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def _rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    begin: int,
 ) -> Tensor:
     """q [n,nh,hd], slots [n,L] -> [n,nh,hd]: online softmax over the tiles."""
     n, heads, hd = q.shape
@@ -80,14 +93,14 @@ def _rows(
     acc = q.new_zeros((n, heads, hd), dtype=torch.float32)
     for start in range(0, slots.shape[1], TILE):
         index = torch.arange(start, start + TILE, device=q.device)
-        seen = index <= positions.unsqueeze(1)
+        seen = (index <= positions.unsqueeze(1)) & (index >= begin)
         if window is not None:
             seen &= positions.unsqueeze(1) - index < window
         tile = slots[:, start : start + TILE]
         k, v = (c[tile].float().repeat_interleave(group, dim=2) for c in (keys, values))  # [n, TILE, nh, hd]
         scores = halving_sum(wide.unsqueeze(1) * k, 3).masked_fill(~seen.unsqueeze(2), -torch.inf)  # [n, TILE, nh]
         new_top = torch.maximum(top, scores.amax(1))
-        base = torch.where(new_top == -torch.inf, 0.0, new_top)  # a tile before the window changes nothing
+        base = torch.where(new_top == -torch.inf, 0.0, new_top)  # a tile before the first visible key changes nothing
         p, shrink = torch.exp(scores - base.unsqueeze(1)), torch.exp(top - base)
         norm = norm * shrink + halving_sum(p, 1)
         v = torch.where(seen[:, :, None, None], v, 0.0)  # unseen slots may hold anything, NaN included

@@ -34,32 +34,42 @@ class Companion:
     """KV of a drafter that uses the block ids of a target group: same table, same hashes, own layers.
 
     Its content may be older than the drafter, or absent, where the target's is fine. `mark` records for which drafter
-    (`epoch`, e.g. the id of a draft head) a whole block is valid; a block handed out anew loses the record.
+    (`epoch`, e.g. the id of a draft head) a block is valid, and how far; a block handed out anew loses the record.
     """
 
     def __init__(self, store: _Store, pool: BlockPool):
         self._store = store
         self._pool = pool
-        self._marks: dict[int, tuple[int, str]] = {}  # block -> (generation, epoch)
+        self._marks: dict[int, tuple[int, str, int]] = {}  # block -> (generation, epoch, leading slots that are right)
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """(K, V) of the drafter's layer i, each [NB, bs, nkv, hd]."""
         return self._store.keys[i], self._store.values[i]
 
-    def mark(self, blocks: Iterable[int], epoch: str) -> None:
-        """The whole content of these blocks now belongs to drafter `epoch`."""
+    @property
+    def block_size(self) -> int:
+        return self._store.data.shape[3]
+
+    def mark(self, blocks: Iterable[int], epoch: str, filled: int | None = None) -> None:
+        """The first `filled` slots (None = all) of these blocks now belong to drafter `epoch`."""
+        filled = self.block_size if filled is None else filled
         for block in blocks:
-            self._marks[block] = (self._pool.generation[block], epoch)
+            self._marks[block] = (self._pool.generation[block], epoch, filled)
+
+    def filled(self, block: int, epoch: str) -> int:
+        """Leading slots of the block whose companion content was written for `epoch` since the block was last handed out."""
+        generation, owner, filled = self._marks.get(block, (-1, "", 0))
+        return filled if (generation, owner) == (self._pool.generation[block], epoch) else 0
 
     def valid(self, block: int, epoch: str) -> bool:
-        """True when the block's companion content was written for `epoch` since the block was last handed out."""
-        return self._marks.get(block) == (self._pool.generation[block], epoch)
+        """True when that is the whole block."""
+        return self.filled(block, epoch) == self.block_size
 
     def copied(self, src: int, dst: int) -> None:
         """The block was copied: its record goes with it."""
-        generation, epoch = self._marks.get(src, (-1, ""))
+        generation, epoch, filled = self._marks.get(src, (-1, "", 0))
         if generation == self._pool.generation[src]:
-            self._marks[dst] = (self._pool.generation[dst], epoch)
+            self._marks[dst] = (self._pool.generation[dst], epoch, filled)
 
 
 class KVCache:

@@ -79,8 +79,8 @@ class PrefixCache:
         return Reuse(limit * self.block_size, tuple(self._blocks(g, seq, limit) for g in range(len(self.groups))))
 
     def _first_block(self, g: int, num_blocks: int) -> int:
-        """First block a hit of `num_blocks` needs in group g."""
-        return first_visible(self.groups[g], num_blocks * self.block_size) // self.block_size
+        """First block a hit of `num_blocks` needs in group g, its last token included: that may have to run again."""
+        return first_visible(self.groups[g], num_blocks * self.block_size - 1) // self.block_size
 
     def _fit(self, g: int, seq: Sequence, limit: int) -> int:
         """`limit` if group g has every block that a hit of `limit` blocks needs, else the next smaller candidate."""

@@ -52,7 +52,7 @@ class BlockTables:
         blocks, tail = [], []
         for g, group in enumerate(self.groups):
             table = parent.block_tables[g]
-            first = min(first_visible(group, num_tokens) // self.block_size, whole)
+            first = min(first_visible(group, num_tokens - 1) // self.block_size, whole)  # the last token may have to run again
             if NULL_BLOCK in table[first:stop]:
                 return None
             blocks.append((NULL_BLOCK,) * first + tuple(table[first:whole]))

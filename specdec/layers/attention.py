@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specdec import ops
 from specdec.layers.linear import Linear
+from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
 from specdec.types import Batch
 
@@ -27,21 +29,26 @@ class KVStore(Protocol):
 
 @dataclass(slots=True)
 class Attention:
-    """Grouped-query attention of one layer. qkv: [H] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full."""
+    """Grouped-query attention of one layer. qkv: [columns] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full.
+
+    head_norms: norms [hd] of every query head and of every key head, before RoPE.
+    """
 
     qkv: Linear
     out: Linear
     rotary: Rotary
     scale: float
     window: int | None = None
+    head_norms: tuple[RMSNorm, RMSNorm] | None = None
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, H] -> [T, H]; writes this step's K and V at `slots` before attending.
+        """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
 
         table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
         """
         k_cache, v_cache = caches
-        q = ops.rope_write_kv(self.qkv(x), batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots)
+        qkv = self.qkv(x) if self.head_norms is None else self._normalised(self.qkv(x), *self.head_norms)
+        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots)
         mixed = ops.tree_attention(
             q,
             k_cache,
@@ -54,5 +61,13 @@ class Attention:
             batch.positions,
             scale=self.scale,
             window=self.window,
+            first=batch.first_key,
         )
         return self.out(mixed)
+
+    def _normalised(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """[T, (nh + 2 nkv) hd] with each head of q and k normalised."""
+        hd, q_size = q_norm.weight.shape[0], self.out.in_features
+        q, k, v = qkv.split((q_size, (qkv.shape[1] - q_size) // 2, (qkv.shape[1] - q_size) // 2), dim=1)
+        heads = [norm(part.reshape(-1, hd)).view(part.shape) for norm, part in ((q_norm, q), (k_norm, k))]
+        return torch.cat((*heads, v), dim=1)

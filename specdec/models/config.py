@@ -48,6 +48,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head before RoPE
     windows: tuple[int | None, ...] = ()
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from specdec.errors import ConfigError, ModelNotFound, UnsupportedCheckpoint
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MODEL_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def resolve(name: str | os.PathLike[str], *, progress: bool = True) -> Path:
         if path.suffix != ".gguf":
             raise UnsupportedCheckpoint(f"{path}: not a .gguf file; pass the directory that holds config.json and *.safetensors")
         return path
-    if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
-        return _snapshot(text)
+    if is_hub_id(text) and not text.endswith(".gguf"):
+        return snapshot(text)
     raise ModelNotFound(f"model {text!r}: no such file or directory; known names: {', '.join(WHEEL_MODELS)}", param="model")
 
 
@@ -120,24 +121,29 @@ def _model_in(path: Path) -> Path:
     raise UnsupportedCheckpoint(f"{path}: {found}")
 
 
-def _snapshot(repo: str) -> Path:
+def is_hub_id(text: str) -> bool:
+    """Whether `text` has the form of a hub id, owner/name."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def snapshot(repo: str, patterns: Sequence[str] = _MODEL_PATTERNS, *, what: str = "model") -> Path:
+    """The files of a hub repository that match `patterns`, downloaded. what: "model" or "head", for the error. Raises ModelNotFound."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ModelNotFound(f"model {repo!r}: `pip install huggingface_hub` to fetch models from the hub", param="model") from None
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        raise ModelNotFound(f"{what} {repo!r}: `pip install huggingface_hub` to fetch it from the hub", param=what) from None
     try:
         return _model_in(
-            Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"], etag_timeout=10))
+            Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=["original/*", "consolidated*"], etag_timeout=10))
         )
     except UnsupportedCheckpoint:
         raise
     except Exception as err:  # the hub client raises many unrelated types; all mean "could not be fetched"
         reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise ModelNotFound(
-            f"model {repo!r} is not a local path and could not be fetched from the hub: {reason}. Check the name and the "
+            f"{what} {repo!r} is not a local path and could not be fetched from the hub: {reason}. Check the name and the "
             f"network, or pass a local directory or .gguf file; known names: {', '.join(WHEEL_MODELS)}",
-            param="model",
+            param=what,
         ) from err
 
 

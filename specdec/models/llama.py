@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from specdec import ops
-from specdec.errors import UnsupportedCheckpoint
-from specdec.layers.attention import Attention, KVStore
+from specdec.layers.attention import KVStore
 from specdec.layers.decoder import DecoderStack, Layer
 from specdec.layers.embedding import make_embedding
-from specdec.layers.linear import Linear, RawWeight, make_linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
+from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
 from specdec.models.weights import Weights, check_all_used
 from specdec.types import Batch
@@ -29,11 +28,12 @@ class LlamaModel:
         self.device = device
         self.dtype = dtype
         self.deterministic = deterministic
-        build = _Builder(config, weights, device, dtype, deterministic)
+        rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
+        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
-        self.stack = DecoderStack([build.layer(i) for i in range(config.num_layers)], build.norm("model.norm"))
-        self.lm_head = self.embedding.head() if config.tied else build.head()
+        self.stack = DecoderStack([build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)], build.norm("model.norm"))
+        self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
         check_all_used(weights, build.used, tied=config.tied)
 
     def forward(self, batch: Batch, kv: KVStore, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
@@ -62,55 +62,3 @@ class LlamaModel:
     def norm(self) -> RMSNorm:
         """The final norm."""
         return self.stack.norm
-
-
-class _Builder:
-    """Turns checkpoint tensors into layers and remembers which were used."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device, dtype: torch.dtype, deterministic: bool):
-        self.config, self.weights, self.device, self.dtype, self.deterministic = config, weights, device, dtype, deterministic
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
-        self.used: set[str] = set()
-
-    def raw(self, name: str, *shape: int) -> RawWeight:
-        self.used.add(name)
-        return self.weights.get(name, shape)
-
-    def dense(self, name: str, *shape: int) -> Tensor:
-        """A tensor that is never packed (norms, biases), on the device in the activation dtype."""
-        raw = self.raw(name, *shape)
-        if not isinstance(raw, Tensor):
-            raise UnsupportedCheckpoint(f"{self.weights.origin}: tensor {name} is packed as {raw.kind}; expected plain numbers")
-        return raw.to(self.device, self.dtype)
-
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.dense(f"{name}.weight", self.config.hidden_size), self.config.eps)
-
-    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
-        """One linear of several checkpoint matrices stacked along rows."""
-        shards = [self.raw(f"{name}.weight", n, columns) for name, n in zip(names, rows, strict=True)]
-        biases = [self.dense(f"{name}.bias", n) for name, n in zip(names, rows, strict=True)] if bias else None
-        stacked = torch.cat(biases) if biases else None
-        return make_linear(shards, stacked, device=self.device, dtype=self.dtype, deterministic=self.deterministic)
-
-    def head(self) -> Linear:
-        return self.linear(["lm_head"], [self.config.vocab_size], self.config.hidden_size, False)
-
-    def layer(self, index: int) -> Layer:
-        c, prefix = self.config, f"model.layers.{index}"
-        qkv = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"]
-        attention = Attention(
-            qkv=self.linear(qkv, [c.q_size, c.kv_size, c.kv_size], c.hidden_size, c.qkv_bias),
-            out=self.linear([f"{prefix}.self_attn.o_proj"], [c.hidden_size], c.q_size, c.o_bias),
-            rotary=self.rotary,
-            scale=c.head_dim**-0.5,
-            window=c.windows[index],
-        )
-        gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
-        return Layer(
-            input_norm=self.norm(f"{prefix}.input_layernorm"),
-            attention=attention,
-            post_norm=self.norm(f"{prefix}.post_attention_layernorm"),
-            gate_up=self.linear(gate_up, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
-            down=self.linear([f"{prefix}.mlp.down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
-        )

@@ -83,17 +83,44 @@ class SafetensorsWeights:
     def names(self) -> Iterable[str]:
         return self._where.keys()
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor the source holds, whatever its shape and dtype."""
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
         if name not in self._where:
             raise missing(self.origin, name, shape)
         found = self._where[name].get_slice(name).get_shape()
         if tuple(found) != shape:
             raise wrong_shape(self.origin, name, found, shape)
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        tensor = self.tensor(name)
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UnsupportedCheckpoint(
                 f"{self.origin}: tensor {name} has dtype {tensor.dtype}; float32, float16 and bfloat16 are supported"
             )
+        return tensor
+
+
+class DictWeights:
+    """Tensors (or packed blocks) already in memory, of any dtype."""
+
+    def __init__(self, tensors: Mapping[str, RawWeight], origin: str):
+        self.origin = origin
+        self._tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def items(self) -> Iterable[tuple[str, RawWeight]]:
+        return self._tensors.items()
+
+    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
+        if name not in self._tensors:
+            raise missing(self.origin, name, shape)
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise wrong_shape(self.origin, name, tensor.shape, shape)
         return tensor
 
 

@@ -1,10 +1,7 @@
 """The draft-model drafter: a smaller checkpoint with the same tokenizer guesses a chain, with siblings at every depth.
 
-Coupled (default verification): the target's next token is argmax(log p + g) with noise g that only depends on seed, position
-and token id. So the best guesses are the top tokens of log q + g with the *same* g, q being the draft's law under the
-request's own temperature, truncation and penalties; at temperature 0 there is no noise and they are the top tokens of q.
-Under verify="rejection" | "block" the drafts are drawn from q with noise of their own (purpose DRAFT), without replacement
-among siblings, in a shape fixed beforehand, and q is handed over as `log_q`.
+Candidates are chosen as `candidates` says. Under verify="rejection" | "block" the shape of the tree is fixed beforehand, and
+the law of every node's children is handed over as `log_q`.
 """
 
 from __future__ import annotations
@@ -14,31 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec import ops, rng
 from specdec.errors import ConfigError
-from specdec.rows import RowInfo
+from specdec.spec.candidates import Race, TipRows, drawn_tree, noise_coupled, spine_first
 from specdec.spec.draft_kv import DraftRunner
 from specdec.spec.proposer import DrafterContext, register
-from specdec.spec.tree import root_only, tree_from_lists
+from specdec.spec.tree import tree_from_lists
 from specdec.spec.trie import Calibration, DraftTrie, outcomes
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
 
-CANDIDATES = 256  # tokens of largest q that enter the noisy race; the rest are too unlikely to be worth their noise
 RANKS, BUCKETS = 3, 10
 PROBE_TEXT = "The quick brown fox: 3.14 + naïve\n\tif x == 42: return 世界"
-
-
-class TipRows(RowInfo):
-    """One row per sequence, the tip of its chain: the history of row b is the sequence plus `path[b]` ([B, d] i64)."""
-
-    def __init__(self, path: Tensor, request_slots: list[int], device: torch.device):
-        super().__init__(root_only([0] * len(request_slots)), request_slots, device)
-        self.depth = torch.full((len(request_slots),), path.shape[1], dtype=torch.int64, device=device)
-        self.path_tokens = path.to(device)
 
 
 def _cell(probability: float, rank: int) -> int:
@@ -75,7 +61,7 @@ class DraftModel:
         )
         self._positions = own.max_positions
         self.max_len: int | None = own.max_positions
-        self.noise_coupled = config.verify not in ("rejection", "block")
+        self.noise_coupled = noise_coupled(config)
         self._runner = DraftRunner(loaded.model, companion, group=group, block_size=context.kv.block_size, epoch=loaded.fingerprint)
         self._device = context.device
         self._tries: dict[Sequence, DraftTrie] = {}
@@ -104,9 +90,9 @@ class DraftModel:
         reach = self._positions - len(share.seq.tokens) + 1
         return max(0, min(share.budget.depth, share.budget.nodes - 1, share.seq.remaining - 1, reach))
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn how often candidates of a given probability and rank are accepted."""
-        for share, kept, done in zip(shares, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
+        for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
             trie = self._tries.pop(share.seq, None)
             if trie is not None and kept and not done:
                 trie.learn(kept, self._calibration)
@@ -128,9 +114,11 @@ class DraftModel:
     ) -> list[int]:
         """Give every live chain its next candidates, best first, and move its tip; returns those that go on."""
         path = torch.tensor([self._path(tries[b], tips[b]) for b in live], dtype=torch.int64).view(len(live), -1)
-        rows = TipRows(path, [shares[b].seq.request_slot for b in live], self._device)
-        log_q = torch.log_softmax(sampling.process(logits, rows), dim=-1)
-        ids, chances = self._candidates(log_q, rows, sampling, max(tries[b].width for b in live))
+        rows = TipRows([shares[b].seq.request_slot for b in live], path, path.shape[1], self._device)
+        race = Race(sampling, self.noise_coupled)
+        log_q = race.law(logits, rows)
+        width = min(max(tries[b].width for b in live), log_q.shape[-1])
+        ids, chances = (t.tolist() for t in race.pick(log_q, rows, width))
         rates, going = self._calibration.rates, []
         for row, b in enumerate(live):
             trie, tip, seq = tries[b], tips[b], shares[b].seq
@@ -155,54 +143,18 @@ class DraftModel:
             node = trie.parents[node]
         return path[::-1]
 
-    def _candidates(self, log_q: Tensor, rows: TipRows, sampling: SamplingState, width: int) -> tuple[list[list[int]], list[list[float]]]:
-        """(ids, chances) of the `width` best guesses per row, best first; a chance of 0 marks an impossible token."""
-        width = min(width, log_q.shape[-1])
-        if not sampling.samples(rows.request_slots):
-            top = log_q.topk(width, dim=-1)
-            return top.indices.tolist(), top.values.exp().tolist()
-        seeds, positions, choices, noisy = sampling.noise(rows)
-        if self.noise_coupled:
-            field, purpose = log_q.topk(max(width, min(CANDIDATES, log_q.shape[-1])), dim=-1), rng.TARGET
-            ids, values = field.indices, field.values
-        else:
-            ids, values = torch.arange(log_q.shape[-1], device=log_q.device).expand_as(log_q), log_q
-            positions, purpose = positions - rows.depth, rng.draft_purpose(int(rows.depth[0]) + 1)
-        noise = ops.gumbel_noise(seeds, positions, choices, ids.contiguous(), purpose)
-        race = values + torch.where(noisy[:, None], noise, 0.0)
-        best = race.topk(width, dim=-1)
-        chance = torch.softmax(race, dim=-1).gather(1, best.indices)
-        return ids.gather(1, best.indices).tolist(), chance.tolist()
-
     def _finish(self, shares: tuple[Scheduled, ...], tries: list[DraftTrie], laws: dict[tuple[int, int], Tensor]) -> DraftTree:
         """Cut to the budgets and pad. Drawn trees keep a shape that does not depend on what was drawn."""
         cut = []
         for b, (share, trie) in enumerate(zip(shares, tries, strict=True)):
-            order = self._fixed_order(trie, share.budget.nodes) if any(key[0] == b for key in laws) else trie.best(share.budget.nodes)
+            order = spine_first(trie.parents, share.budget.nodes) if any(key[0] == b for key in laws) else trie.best(share.budget.nodes)
             cut.append((trie.renumbered(order), order))
             self._tries[share.seq] = cut[-1][0]
         names = [self.name if len(t.tokens) > 1 else None for t, _ in cut]
         tree = tree_from_lists([(t.tokens, t.parents, t.scores) for t, _ in cut], names)
-        if not laws:
-            return tree
-        vocab = next(iter(laws.values())).shape[-1]
-        log_q = torch.full((*tree.tokens.shape, vocab), -torch.inf, device=self._device)
-        for b, (_, order) in enumerate(cut):
-            for new, old in enumerate(order):
-                if (b, old) in laws:
-                    log_q[b, new] = laws[b, old]
-        return DraftTree(tree.tokens, tree.parents, tree.depth, tree.num_nodes, tree.score, log_q, tree.drafters)
-
-    @staticmethod
-    def _fixed_order(trie: DraftTrie, nodes: int) -> list[int]:
-        """The chain of first children, then siblings by depth and rank, as many as fit."""
-        first = {p: i for i, p in reversed(list(enumerate(trie.parents)))}
-        chain, node = [0], 0
-        while node in first:
-            node = first[node]
-            chain.append(node)
-        inside = set(chain)
-        return (chain + [i for i in range(len(trie.tokens)) if i not in inside])[:nodes]
+        where = {b: {old: new for new, old in enumerate(order)} for b, (_, order) in enumerate(cut)}
+        kept = {(b, where[b][old]): law for (b, old), law in laws.items() if old in where[b]}
+        return drawn_tree(tree, kept, self._device)
 
 
 register("draft_model")(DraftModel)

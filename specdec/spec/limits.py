@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.proposer import Proposer
+
+if TYPE_CHECKING:
+    from specdec.sequence import Sequence
+    from specdec.spec.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,15 @@ class Limits:
 def fits(proposer: Proposer, length: int) -> bool:
     """Whether the drafter takes sequences of `length` tokens."""
     return proposer.max_len is None or length <= proposer.max_len
+
+
+def uses(name: str, config: SpecConfig, max_len: int | None) -> Callable[[Sequence], bool]:
+    """Whether a sequence may be drafted for by `name`, now: its request allows it, and it is not too long."""
+
+    def allowed(seq: Sequence) -> bool:
+        return (max_len is None or len(seq.tokens) <= max_len) and name in limits_of(seq.params.speculation, config, (name,)).drafters
+
+    return allowed
 
 
 def limits_of(override: Mapping[str, object] | None, config: SpecConfig, drafters: tuple[str, ...]) -> Limits:

@@ -17,7 +17,7 @@ from specdec.spec.index import TokenIndex
 from specdec.spec.proposer import DrafterContext
 from specdec.spec.tree import tree_from_lists
 from specdec.spec.trie import Calibration, DraftTrie, outcomes
-from specdec.types import DraftTree, Scheduled, SpecBudget, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, SpecBudget, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
@@ -81,8 +81,9 @@ class LookupDrafter(ABC):
         names = [self.name if len(t.tokens) > 1 else None for t in tries]
         return tree_from_lists([(t.tokens, t.parents, t.scores) for t in tries], names)
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn acceptance rates from what was verified; a cut by an end token or a limit says nothing."""
+        shares = plan.sampling
         if not any(state is not None and state.trie is not None for state in map(self._states.get, (share.seq for share in shares))):
             return
         finish = verdict.finish.tolist()

@@ -109,9 +109,10 @@ class SpecPolicy:
         depth = min(limits.depth, seq.remaining - 1, nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
-        names = [n for n in limits.drafters if fits(self.proposers[n], len(seq.tokens))]
+        able = [n for n in limits.drafters if getattr(self.proposers[n], "disabled", None) is None]
+        names = [n for n in able if fits(self.proposers[n], len(seq.tokens))]
         if not names:
-            return self._skip("draft_len")
+            return self._skip("draft_len" if able else "disabled")
         if not self.fixed:
             nodes = min(nodes, widest)
             name = choose(names, state.records, state.ledger.steps)
@@ -122,7 +123,7 @@ class SpecPolicy:
             name = names[0]
         state.drafter = name
         self._asked[name] = max(depth, self._asked.get(name, 1))
-        return SpecBudget(name, nodes, depth, limits.width)
+        return SpecBudget(name, nodes, depth, limits.width, feeds=getattr(self.proposers[name], "feeds", False))
 
     def _skip(self, reason: str) -> SpecBudget:
         self._skipped[reason] += 1
@@ -259,7 +260,7 @@ class SpecPolicy:
     # -- what metrics ask ---------------------------------------------------------------------------------------------
 
     def take_skipped(self) -> dict[str, int]:
-        """Decoding sequences that did not draft since the last call, by reason: no_match, policy, limit, draft_len."""
+        """Decoding sequences that did not draft since the last call, by reason: no_match, policy, limit, draft_len, disabled."""
         skipped, self._skipped = dict(self._skipped), Counter()
         return skipped
 

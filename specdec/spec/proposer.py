@@ -6,19 +6,21 @@ Proposals have no side effects on the batch, and may be wrong in any way: verifi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from specdec.config import SpecConfig
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.cache.kv import KVCache
     from specdec.cache.pool import BlockPool
+    from specdec.models.draft_heads import DraftHead
     from specdec.models.load import LoadedModel
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
@@ -33,6 +35,8 @@ class DrafterContext:
     oracle: future tokens of a sequence after those it holds (any number, may be empty), for the test drafters.
     kv, pools: the target's KV cache, where a draft model attaches its own, and the block pools of its groups.
     load: checkpoint name → loaded model (`models.load`), for draft_model.
+    heads: draft heads by method. taps: the hidden states that the target's passes return. tables [G, max_num_seqs, M] i32: the
+    scheduler's block tables by request slot.
     """
 
     config: SpecConfig
@@ -45,6 +49,9 @@ class DrafterContext:
     kv: KVCache | None = None
     pools: Seq[BlockPool] = ()
     load: Callable[[str], LoadedModel] | None = None
+    heads: Mapping[str, DraftHead] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
+    tables: Tensor | None = None
 
 
 @runtime_checkable
@@ -52,6 +59,8 @@ class Proposer(Protocol):
     """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
 
     max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
+    Two attributes may be absent. feeds (absent: False): see `SpecBudget`. disabled (absent: None): why it must never draft,
+    e.g. a draft head of another target (skip reason "disabled").
     """
 
     name: str
@@ -62,8 +71,8 @@ class Proposer(Protocol):
         """Trees for `shares`, in order; a root-only tree where it has nothing. Never exceeds the budgets."""
         ...
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
-        """After commit: `seq.tokens` already hold the new tokens; learn from them."""
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
+        """After commit: `seq.tokens` already hold the new tokens; learn from them. tree and verdict are of `plan.sampling`."""
         ...
 
     def reset(self, seq: Sequence) -> None:
@@ -99,11 +108,13 @@ BUILT_IN = {  # name -> module that registers it, imported when first asked for
     "ngram": "specdec.spec.ngram",
     "suffix": "specdec.spec.suffix",
     "draft_model": "specdec.spec.draft_model",
+    "eagle3": "specdec.spec.eagle3",
+    "peagle": "specdec.spec.peagle",
     "oracle": "specdec.spec.testing",
     "wrong": "specdec.spec.testing",
     "mix": "specdec.spec.testing",
 }
-HOST_DRAFTERS = ("suffix", "ngram")  # what method="auto" chooses from without a draft head, the usual best first
+HOST_DRAFTERS = ("suffix", "ngram")  # what method="auto" chooses from besides draft heads, the usual best first
 
 
 def create_for(context: DrafterContext) -> dict[str, Proposer]:
@@ -112,7 +123,7 @@ def create_for(context: DrafterContext) -> dict[str, Proposer]:
     Raises ConfigError where one cannot be built from the context; KeyError for a method nobody registered.
     """
     method = context.config.method
-    names: Seq[str] = () if method == "off" else HOST_DRAFTERS if method == "auto" else (method,)
+    names: Seq[str] = () if method == "off" else (*HOST_DRAFTERS, *context.heads) if method == "auto" else (method,)
     for name in names:
         if name not in _FACTORIES and name in BUILT_IN:
             importlib.import_module(BUILT_IN[name])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from specdec.errors import ConfigError
 from specdec.spec.proposer import DrafterContext, register
 from specdec.spec.tree import tree_from_lists
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
@@ -57,7 +57,7 @@ class TestDrafter:
         trees = [self._tree(share) for share in shares]
         return tree_from_lists(trees, [self.name if len(tokens) > 1 else None for tokens, _, _ in trees])
 
-    def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Nothing to learn: the future is known."""
 
     def reset(self, seq: Sequence) -> None:

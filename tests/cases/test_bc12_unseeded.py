@@ -8,9 +8,18 @@ import pytest
 
 from specdec.config import SamplingParams, SpecConfig
 from tests.harness import P, chain, engine, run, tree
+from tests.spec import heads
 
 CALLS = 60
-SHAPES: dict[str, SpecConfig | str] = {"off": "off", "ngram": chain("ngram", ngram_min=1), "suffix": tree("suffix")}
+SHAPES: dict[str, SpecConfig | str] = {
+    "off": "off",
+    "ngram": chain("ngram", ngram_min=1),
+    "suffix": tree("suffix"),
+    "E3 chain": heads.chain("eagle3"),
+    "E3 TREE": heads.tree("eagle3"),
+    "E3 rejection": heads.chain("eagle3", verify="rejection"),
+    "PE TREE": heads.tree("peagle"),
+}
 
 
 def series(speculation: SpecConfig | str, calls: int = CALLS, *, together: bool = False) -> list[tuple[int, ...]]:

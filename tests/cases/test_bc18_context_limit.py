@@ -10,6 +10,8 @@ import pytest
 from specdec.config import SpecConfig
 from specdec.errors import RequestTooLong
 from tests.harness import GREEDY, SHAPES, Log, assert_same, chain, checkpoint, engine, oracle_of, run, tree
+from tests.spec import heads
+from tests.spec.heads import random_head
 
 LIMIT = 64
 WIDE = {
@@ -18,6 +20,9 @@ WIDE = {
     "long chain": chain("oracle", 63),
     "wrong": tree("wrong"),
     "ngram": SHAPES["ngram-tree"],
+    "E3 chain": heads.chain("eagle3", 8),
+    "E3 TREE": heads.tree("eagle3", nodes=40, depth=6, width=9),
+    "PE TREE": heads.tree("peagle", nodes=20, depth=8, width=3),
 }
 
 
@@ -28,11 +33,16 @@ def prompt(length: int) -> list[int]:
 @pytest.mark.parametrize("shape", WIDE)
 @pytest.mark.parametrize("kind", ["t0", "two_groups"])
 def test_bc18_up_to_the_last_position(shape: str, kind: str) -> None:
+    if kind == "two_groups" and WIDE[shape].head is not None:
+        head = random_head(WIDE[shape].method, kind, taps=(0, 2))
+        shapes = {shape: replace(WIDE[shape], head=head)}
+    else:
+        shapes = WIDE
     for length in range(56, LIMIT):
         requests = {"r": (prompt(length), GREEDY)}
         expected = run(engine(kind=kind, max_model_len=LIMIT), requests)
         assert len(expected["r"].outputs[0].token_ids) == min(32, LIMIT - length)
-        target = engine(WIDE[shape], kind=kind, max_model_len=LIMIT, oracle=oracle_of(expected))
+        target = engine(shapes[shape], kind=kind, max_model_len=LIMIT, oracle=oracle_of(expected))
         _assert_positions(target)
         found = run(target, requests)["r"]
         assert_same(found, expected["r"])
@@ -63,11 +73,17 @@ def test_bc18_the_models_own_limit(shape: str) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [chain("draft_model", model=checkpoint("short_draft")), tree("draft_model", model=checkpoint("short_draft"))],
-    ids=["K=4", "TREE"],
+    [
+        chain("draft_model", model=checkpoint("short_draft")),
+        tree("draft_model", model=checkpoint("short_draft")),
+        heads.chain("eagle3", head=random_head("eagle3", max_positions=32)),
+        heads.tree("eagle3", head=random_head("eagle3", max_positions=32)),
+        heads.tree("peagle", head=random_head("peagle", max_positions=32)),
+    ],
+    ids=["K=4", "TREE", "E3 K=4", "E3 TREE", "PE TREE"],
 )
 def test_bc18_beyond_the_drafters_own_limit(shape: SpecConfig) -> None:
-    """A draft model with 32 positions: drafts up to there, skips past it and says so, output as OFF."""
+    """A drafter with 32 positions: drafts up to there, skips past it and says so, output as OFF."""
     for length, drafts in ((8, True), (20, True), (32, False), (33, False), (50, False)):
         requests = {"r": (prompt(length), GREEDY)}
         expected = run(engine(max_model_len=LIMIT, deterministic=True), requests)

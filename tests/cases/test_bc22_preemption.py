@@ -1,4 +1,4 @@
-"""BC-22 with ORACLE: preempted requests come back with clean state."""
+"""BC-22 with ORACLE and heads: preempted requests come back with clean state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import pytest
 
 from specdec.config import SamplingParams
 from tests.harness import SHAPES, VOCAB, Log, R, assert_same, engine, oracle_of, run
+from tests.spec import heads
 
 LIMIT = 92  # tokens that 23 blocks of 4 hold; a request needs 88
 
 
-@pytest.mark.parametrize("shape", ["oracle-chain", "oracle-tree", "mix-tree", "ngram-chain", "suffix-tree"])
+ALL = SHAPES | heads.SHAPES
+
+
+@pytest.mark.parametrize("shape", ["oracle-chain", "oracle-tree", "mix-tree", "ngram-chain", "suffix-tree", *heads.SHAPES])
 @pytest.mark.parametrize(("temperature", "caching"), [(0.0, True), (1.0, True), (1.0, False)])
 def test_bc22_four_requests_do_not_fit(shape: str, temperature: float, caching: bool) -> None:
     """Six requests of R, 40 tokens, in a pool of 24 blocks × 4 tokens, with the ids checked before each forward."""
@@ -21,7 +25,7 @@ def test_bc22_four_requests_do_not_fit(shape: str, temperature: float, caching: 
     }
     expected = {name: run(engine(deterministic=True), {name: request})[name] for name, request in requests.items()}
     target = engine(
-        SHAPES[shape], oracle=oracle_of(expected), deterministic=True, num_kv_blocks=24, max_model_len=LIMIT, enable_prefix_caching=caching
+        ALL[shape], oracle=oracle_of(expected), deterministic=True, num_kv_blocks=24, max_model_len=LIMIT, enable_prefix_caching=caching
     )
     _assert_rows(target)
     log = Log()

@@ -188,7 +188,6 @@ def test_least_model_len() -> None:
     ("method", "fields", "param"),
     [
         ("ngram", {"head": "x"}, "head"),
-        ("auto", {"head": "x"}, "head"),
         ("ngram", {"model": "x"}, "model"),
         ("auto", {"model": "x"}, "model"),
         ("off", {"corpus": "x"}, "corpus"),
@@ -208,7 +207,8 @@ def test_fields_that_the_method_ignores(method: str, fields: dict[str, Any], par
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
-        ("eagle3", {"head": "x"}),
+        ("eagle3", {"head": "x", "draft_quantization": "int8"}),
+        ("auto", {"head": "x"}),
         ("draft_model", {"model": "x"}),
         ("auto", {"corpus": "x"}),
         ("mix", {"mix_p": 0.5}),
@@ -231,13 +231,13 @@ def test_cuda_memory_is_what_bounds_the_blocks_on_cuda(monkeypatch: pytest.Monke
     model, card = find_checkpoint(checkpoint()).config, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
     fits = EngineConfig(checkpoint(), num_kv_blocks=64)
-    assert boot._pool_size(fits, model, torch.float32, card).num_blocks == (64,)
+    assert boot._pool_size(fits, model, torch.float32, card, 0).num_blocks == (64,)
     assert host_memory() > 1 << 30
     with pytest.raises(ConfigError, match=r"the device has 1048576: lower it to at most \d+") as caught:
-        boot._pool_size(EngineConfig(checkpoint(), num_kv_blocks=100_000), model, torch.float32, card)
+        boot._pool_size(EngineConfig(checkpoint(), num_kv_blocks=100_000), model, torch.float32, card, 0)
     assert caught.value.param == "num_kv_blocks"
     with pytest.raises(ConfigError, match=r"bytes that gpu_memory_utilization leaves it; raise it until \d+ are left") as caught:
-        boot._pool_size(EngineConfig(checkpoint(), gpu_memory_utilization=0.5, max_model_len=200), model, torch.float32, card)
+        boot._pool_size(EngineConfig(checkpoint(), gpu_memory_utilization=0.5, max_model_len=200), model, torch.float32, card, 0)
     assert caught.value.param == "gpu_memory_utilization"
 
 

@@ -85,6 +85,48 @@ def test_every_path_of_a_tree_equals_its_own_sequence(entry: tuple[str, Backend,
         assert torch.equal(tree[nodes], alone)
 
 
+@pytest.mark.parametrize("entry", ENTRIES, ids=label)
+def test_a_depth_of_a_tree_alone_has_the_bits_of_the_whole_tree(entry: tuple[str, Backend, str | None]) -> None:
+    """A draft head runs one depth at a time over keys it wrote before: the same rows, whoever runs with them."""
+    _, backend, variant = entry
+    ctx, parents = 50, random_tree(64, 5)
+    words, depth = ancestor_words(parents), depths(parents)
+    path = Path(ctx + 64, seed=1)
+    whole, first = [ctx + d for d in depth], torch.tensor([13], dtype=torch.int32)
+    batch = {"cu": torch.tensor([0, 64], dtype=torch.int32), "tree": torch.tensor([64], dtype=torch.int32)}
+
+    def run(nodes: list[int]) -> Tensor:
+        k, v = path.kv[:, : ctx + 64].view(2, 1, ctx + 64, KV, HD)
+        return backend.fn(
+            path.q[[ctx + i for i in nodes]].contiguous(), k.contiguous(), v.contiguous(), torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([0, len(nodes)], dtype=torch.int32), torch.tensor([ctx], dtype=torch.int32), batch["tree"],
+            torch.tensor([words[i] for i in nodes]), torch.tensor([whole[i] for i in nodes]), scale=HD**-0.5, first=first,
+        )  # fmt: skip
+
+    with use(variant):
+        together = run(list(range(64)))
+        for d in range(max(depth) + 1):
+            nodes = [i for i in range(64) if depth[i] == d]
+            assert torch.equal(run(nodes), together[nodes])
+
+
+@pytest.mark.parametrize("entry", [e for e in implementations() if e[0] == "tree_attention"], ids=label)
+def test_keys_before_first_have_no_part(entry: tuple[str, Backend, str | None]) -> None:
+    """Against a naive softmax over the visible keys in float64; hidden slots hold NaN."""
+    _, backend, variant = entry
+    path, first = Path(130, seed=2), 37
+    hidden = {p: p for p in range(130)}
+    path.kv[:, :first] = 0.0 if backend.name == "matmul" else torch.nan  # the cache's own promise: finite where not visible
+    rows = list(range(first, 130, 11))
+    with use(variant):
+        out = path.run(backend, rows, hidden, 130 - len(rows), [0] * len(rows), first=torch.tensor([first], dtype=torch.int32))
+    for row, p in enumerate(rows):
+        keys, values = path.kv[:, first : p + 1].double().repeat_interleave(HEADS // KV, dim=2)
+        weights = torch.softmax(torch.einsum("hd,lhd->lh", path.q[p].double(), keys) * HD**-0.5, dim=0)
+        expected = torch.einsum("lh,lhd->hd", weights, values).flatten()
+        assert torch.allclose(out[row].double(), expected, atol=1e-5)
+
+
 def test_rows_past_the_last_sequence_are_zero() -> None:
     path = Path(3, seed=0)
     for backend in ops.TABLE.ops["tree_attention"].usable["cpu"]:

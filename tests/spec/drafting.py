@@ -10,7 +10,9 @@ import torch
 from specdec.config import SamplingParams, SpecConfig
 from specdec.sequence import Sequence
 from specdec.spec.proposer import DrafterContext, Proposer
-from specdec.types import DraftTree, Scheduled, SpecBudget, Verdict
+from specdec.types import DraftTree, Forward, Scheduled, SpecBudget, StepPlan, Verdict
+
+NO_FORWARD = Forward(torch.zeros(0, 0), torch.zeros(0, 0))  # host drafters look at no hidden state
 
 
 def context(vocab_size: int = 1000, **changes: Any) -> DrafterContext:
@@ -84,6 +86,6 @@ def decode(drafter: Proposer, seq: Sequence, future: Seq[int], *, nodes: int = 1
         new = list(future[done : done + count + 1])
         seq.append(new, count)
         done += len(new)
-        drafter.observe(shares, tree, verdict)
+        drafter.observe(StepPlan(shares), tree, NO_FORWARD, verdict)
         accepted.append(count)
     return accepted

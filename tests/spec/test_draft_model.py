@@ -17,8 +17,8 @@ from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.draft_model import DraftModel
 from specdec.spec.tree import check_tree
-from specdec.types import DraftTree
-from tests.spec.drafting import context, decode, judge, lists, paths, share
+from specdec.types import DraftTree, StepPlan
+from tests.spec.drafting import NO_FORWARD, context, decode, judge, lists, paths, share
 from tests.tiny import write_tiny
 
 BLOCK = 4
@@ -200,7 +200,7 @@ def test_scores_follow_acceptance(rig: Rig):
     for _ in range(30):
         shares = (share(seq, 2, 1, 1, "draft_model"),)
         tree = rig.drafter.propose(shares, rig.sampling)
-        rig.drafter.observe(shares, tree, judge(tree, [[(lists(tree)[0][1] + 1) % 512]]))
+        rig.drafter.observe(StepPlan(shares), tree, NO_FORWARD, judge(tree, [[(lists(tree)[0][1] + 1) % 512]]))
     assert float(rig.propose([seq], nodes=2, depth=1).score[0, 1]) < 0.5 * before
 
 
@@ -226,8 +226,8 @@ class _Bound:
             self.rig.sampling.length[s.seq.request_slot] = len(s.seq.tokens)
         return self.rig.drafter.propose(shares, self.rig.sampling)
 
-    def observe(self, shares, tree, verdict):
-        self.rig.drafter.observe(shares, tree, verdict)
+    def observe(self, *step):
+        self.rig.drafter.observe(*step)
 
 
 def test_refusals_name_both_sizes_and_the_remedy(loaded: LoadedModel, checkpoint: str):

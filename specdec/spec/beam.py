@@ -1,0 +1,82 @@
+"""Depth-wise beam of a draft head: which nodes run next, and where their keys lie.
+
+At every depth but the last, up to `width` nodes of each tree run through the head, in one pass for all sequences. A sequence
+whose own beam has w places numbers them (d - 1) * w + i, the i-th of depth d: that is the bit in its ancestor words and the
+slot behind the newest token. Slots never move; what is accepted is written again from the target's features.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.spec.tree import BIT_TABLE
+from specdec.types import Batch
+
+if TYPE_CHECKING:
+    from specdec.sequence import Sequence
+    from specdec.spec.head_kv import HeadRunner
+
+
+class Beam:
+    """The running nodes of B sequences. places: of each sequence's own beam; rows beyond it run along and are written nowhere.
+
+    depths: of each tree. words [B, rows] i64: ancestor words of the nodes that ran last.
+    """
+
+    def __init__(self, runner: HeadRunner, seqs: list[Sequence], places: list[int], depths: list[int]):
+        self.width, self.depth = max(places), 0
+        self._runner = runner
+        self._device = device = runner.head.device
+        own, newest = np.asarray(places)[:, None], np.asarray([seq.num_computed for seq in seqs])
+        fed = own[:, 0] * (np.asarray(depths) - 1)
+        column, passes = np.arange(self.width), np.arange(max(depths) - 1)[:, None, None]
+        nodes = passes * own + np.minimum(column, own - 1)  # [passes, B, width]
+        inside = (column < own) & (nodes < fed[:, None])
+        cells = np.where(inside, newest[:, None] + 1 + nodes, -1)
+        owner = np.repeat([seq.request_slot for seq in seqs], self.width)
+        slots = runner.slots(np.tile(owner, len(passes)), cells.reshape(-1))
+        self._slots = slots.view(len(passes), len(seqs), self.width)
+        self._bits = BIT_TABLE.to(device)[torch.from_numpy(np.minimum(nodes, 63)).to(device)]
+        self._positions = torch.from_numpy(newest[:, None] + 1 + passes + 0 * column).to(device)
+        self._cu = torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device)
+        self._context = torch.from_numpy(newest + 1).to(device, torch.int32)
+        self._fed = torch.from_numpy(fed).to(device, torch.int32)
+        self._tables = runner.table(seqs, int((newest + fed).max()))
+        self._first = runner.first(seqs)
+        self._none = torch.zeros(0, dtype=torch.int64, device=device)
+        self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)
+
+    def advance(self, features: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the next depth: tokens [B, width] below the rows `parents` [B, width] of the pass before.
+
+        features [B * rows, Hd]: feedback of that pass. Returns (hidden, feedback), each [B * width, Hd].
+        """
+        batch, rows = self.words.shape
+        self.words = self.words.gather(1, parents) | self._bits[self.depth]
+        if batch > 1:
+            parents = parents + torch.arange(0, batch * rows, rows, device=self._device)[:, None]
+        step = Batch(
+            tokens.flatten(),
+            self._positions[self.depth].flatten(),
+            self._cu,
+            self._context,
+            self._fed,
+            self.words.flatten(),
+            self._tables,
+            self._slots[self.depth].view(1, -1),
+            self._none,
+            first_key=self._first,
+        )
+        self.depth += 1
+        return self._runner.feed(step, features[parents.flatten()])
+
+    def keep(self, live: Tensor) -> None:
+        """Go on with the sequences `live` [b] i64 alone."""
+        self.words, self._cu = self.words[live], self._cu[: len(live) + 1]
+        self._slots, self._bits, self._positions = self._slots[:, live], self._bits[:, live], self._positions[:, live]
+        self._context, self._fed, self._first = self._context[live], self._fed[live], self._first[live]
+        self._tables = self._tables[:, live]

@@ -1,0 +1,292 @@
+"""A draft head's passes over its own KV, which shares block ids and hashes with the target's full-attention group.
+
+Slot rule: the pair (target feature of position j - 1, token of position j) stands at position j and in slot j. What slot j
+holds depends on tokens up to j only, so blocks and hashes of the target serve the draft KV too; slot 0 has no pair and is
+hidden. Features come with the target's passes and cannot be had later, so every sequence that may use the head keeps those
+it has not run yet (*pending*): prefill chunks are run at once, the tokens of a decode step with the next draft, or never if
+nobody drafts. What is missing for good (blocks that another request filled without a head, pending features beyond
+MAX_PENDING) moves `first`, before which no draft row looks; there are no silent holes.
+Source: reference §2; the slot rule replaces its §2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.cache.kv import Companion
+from specdec.spec.draft_kv import DraftStore
+from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
+
+if TYPE_CHECKING:
+    from specdec.models.draft_heads import DraftHead
+    from specdec.sequence import Sequence
+
+MAX_PENDING = 512  # features a sequence keeps while nobody drafts for it
+MAX_ROWS = 2048  # of one pass, bounds its memory
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Slots first … seen - 1 hold draft KV; `taps` are the target's of positions seen - 1 and on, `pending` rows in all.
+
+    Between steps seen - 1 + pending == num_computed: one pair is pending at least, that of the newest token, until it is run.
+    """
+
+    first: int
+    seen: int
+    taps: list[Tensor] = field(default_factory=list)
+    pending: int = 0
+    marked: int = 0  # whole blocks recorded as holding the head's KV
+
+    def add(self, taps: Tensor) -> None:
+        """Taps of the next positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
+        self.taps.append(taps)
+        self.pending += len(taps)
+        excess = self.pending - MAX_PENDING
+        if excess > 0:
+            self.take(excess)
+            self.seen += excess
+            self.first = self.seen
+
+    def take(self, count: int) -> list[Tensor]:
+        """The oldest `count` rows of taps, which are pending no more."""
+        taken: list[Tensor] = []
+        self.pending -= count
+        while count:
+            rows = self.taps[0]
+            if len(rows) > count:
+                taken.append(rows[:count])
+                self.taps[0] = rows[count:]
+                break
+            taken.append(self.taps.pop(0))
+            count -= len(rows)
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Pairs of one sequence to run in slots seen, seen + 1, …; then `masks` mask rows behind them."""
+
+    seq: Sequence
+    count: int
+    masks: int = 0
+
+
+class HeadRunner:
+    """Runs one head for all sequences. wants: whether a sequence may use it. tables [G, S, M] i32: block tables by request slot.
+
+    group: index of the target's group whose blocks are shared. columns: of `Forward.taps` that are the head's, None = all.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        companion: Companion,
+        tables: Tensor,
+        *,
+        group: int,
+        wants: Callable[[Sequence], bool],
+        columns: Tensor | None = None,
+    ):
+        self.head = head
+        self._companion = companion
+        self._store = DraftStore(companion)
+        self._tables = tables.numpy()[group]
+        self._group, self._size = group, companion.block_size
+        self._wants, self._columns = wants, columns
+        self._progress: dict[Sequence, _Progress] = {}
+
+    # -- what the target's passes bring -------------------------------------------------------------------------------
+
+    def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
+        """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
+        owners, rows = self._committed_rows(plan, tree, verdict)
+        if not owners:
+            return
+        assert forward.taps is not None  # the runner taps what heads need
+        taps = forward.taps if rows == list(range(len(forward.taps))) else forward.taps[torch.tensor(rows, device=forward.taps.device)]
+        if self._columns is not None:
+            taps = taps[:, self._columns]
+        jobs = []
+        for (seq, prefill, count), own in zip(owners, taps.split([count for *_, count in owners]), strict=True):
+            progress = self._progress[seq]
+            progress.add(own if 4 * count >= len(taps) else own.clone())  # a small view would keep all of them alive
+            due = self._due(seq, progress, prefill)
+            if due > 0:
+                jobs.append(Job(seq, due))
+        if jobs:
+            self.run(jobs)
+
+    def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
+        """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
+        counts, accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
+        paths = verdict.path.tolist() if any(accepted) else [[]] * len(counts)
+        owners: list[tuple[Sequence, bool, int]] = []
+        rows: list[int] = []
+        row, b = 0, 0
+        for share in plan.scheduled:
+            seq, linear, path, size = share.seq, share.rerun + share.num_new, [], share.rerun + share.num_new
+            if share.samples:
+                path, size, b = paths[b][: accepted[b]], size + counts[b] - 1, b + 1
+            if self._wants(seq):
+                new = seq.num_computed - self._start(seq, share, len(path))
+                # a node's row is counted from the root's, which is the only linear one where there are nodes
+                rows += [*range(row, row + linear), *(row + node for node in path)][:new]
+                owners.append((seq, share.num_new > 1 or not share.samples, new))
+            else:
+                self._progress.pop(seq, None)
+            row += size
+        return owners, rows
+
+    def _start(self, seq: Sequence, share: Scheduled, accepted: int) -> int:
+        """Position of the first feature of this step; opens the progress of a sequence that is new."""
+        progress = self._progress.get(seq)
+        if progress is not None:
+            return progress.seen - 1 + progress.pending
+        start = seq.num_computed - share.num_new - accepted
+        if start == 0:
+            self._progress[seq] = _Progress(first=1, seen=1)
+        elif not share.rerun:  # the feature before the first new position is lost
+            self._progress[seq] = _Progress(first=start + 1, seen=start + 1)
+        else:
+            whole, rest = divmod(start, self._size)
+            table = seq.block_tables[self._group]
+            filled = all(self._companion.valid(block, self.head.epoch) for block in table[:whole])
+            filled &= rest == 0 or self._companion.filled(table[whole], self.head.epoch) >= rest
+            self._progress[seq] = _Progress(first=1 if filled else start, seen=start, marked=whole)
+        return start - share.rerun
+
+    def _due(self, seq: Sequence, progress: _Progress, prefill: bool) -> int:
+        """Pairs to run now: all that have a slot in a prefill, those that complete a findable block at the end."""
+        if prefill:
+            return seq.num_computed - progress.seen
+        if seq.finish_reason is None or progress.first > 1:
+            return 0
+        return min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether the pair of the newest token can be run: a draft can start from it."""
+        progress = self._progress.get(seq)
+        return progress is not None and progress.pending > 0
+
+    def extend(self, seqs: list[Sequence], masks: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Run all pending pairs. (hidden, feedback), each [R, Hd]: per sequence its newest token and the `masks` rows behind."""
+        jobs = []
+        for seq, extra in zip(seqs, masks or [0] * len(seqs), strict=True):
+            jobs.append(Job(seq, self._progress[seq].pending, extra))
+        if sum(job.count for job in jobs) > MAX_ROWS:
+            for seq in seqs:
+                self._catch_up(seq)
+            jobs = [Job(job.seq, 1, job.masks) for job in jobs]
+        return self.run(jobs)
+
+    def _catch_up(self, seq: Sequence) -> None:
+        """All pending pairs but the last."""
+        pending = self._progress[seq].pending
+        if pending > 1:
+            self.run([Job(seq, pending - 1)])
+
+    def run(self, jobs: list[Job]) -> tuple[Tensor, Tensor]:
+        """One ragged causal pass; afterwards the pairs have KV. Returns (hidden, feedback) of each job's last pair and masks."""
+        taps: list[Tensor] = []
+        for job in jobs:
+            taps += self._progress[job.seq].take(job.count)
+        features = self.head.fuse(taps[0] if len(taps) == 1 else torch.cat(taps))
+        batch, last = self._causal(jobs)
+        if any(job.masks for job in jobs):
+            features = self._with_masks(features, jobs)
+        hidden, feedback = self.head.forward(batch, features, self._store)
+        for job in jobs:
+            self._advanced(job)
+        return hidden.index_select(0, last), feedback.index_select(0, last)
+
+    def feed(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """One depth of draft nodes, laid out by `Beams`; (hidden, feedback) [T, Hd]."""
+        return self.head.forward(batch, features, self._store)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence loses its blocks, or is done. What completes blocks that others may find is run first."""
+        progress = self._progress.get(seq)
+        if progress is None:
+            return
+        due = min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+        if due > 0 and progress.first == 1 and seq.block_tables:
+            self.run([Job(seq, due)])
+        del self._progress[seq]
+
+    def _advanced(self, job: Job) -> None:
+        progress = self._progress[job.seq]
+        progress.seen += job.count
+        if progress.taps and job.count > 4 * progress.pending:
+            progress.taps = [torch.cat(progress.taps)]  # a small view would keep the whole chunk alive
+        if progress.first > 1:
+            return
+        whole, rest = divmod(progress.seen, self._size)
+        table = job.seq.block_tables[self._group]
+        self._companion.mark(table[progress.marked : whole], self.head.epoch)
+        self._companion.mark(table[whole : whole + 1] if rest else (), self.head.epoch, rest)
+        progress.marked = whole
+
+    def _with_masks(self, features: Tensor, jobs: list[Job]) -> Tensor:
+        """Features [T, Hd] with the mask feature for every mask row."""
+        assert self.head.mask_feature is not None
+        index, first = [], 0
+        for job in jobs:
+            index += [*range(first, first + job.count), *[len(features)] * job.masks]
+            first += job.count
+        return torch.cat((features, self.head.mask_feature[None]))[torch.tensor(index, device=features.device)]
+
+    # -- layout -------------------------------------------------------------------------------------------------------
+
+    def _causal(self, jobs: list[Job]) -> tuple[Batch, Tensor]:
+        """The batch of a ragged pass, and the rows [R] i64 of the last pairs and masks."""
+        mask, ids, cu = self.head.config.mask_token_id or 0, [], [0]
+        last: list[int] = []
+        starts, lengths = [], []
+        for job in jobs:
+            start = self._progress[job.seq].seen
+            ids += [*job.seq.tokens[start : start + job.count], *[mask] * job.masks]
+            starts.append(start)
+            lengths.append(job.count + job.masks)
+            last += range(cu[-1] + job.count - 1, cu[-1] + lengths[-1])
+            cu.append(cu[-1] + lengths[-1])
+        cells = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        owner = np.repeat([job.seq.request_slot for job in jobs], lengths)
+        seqs, device = [job.seq for job in jobs], self.head.device
+        rows = torch.tensor(last, dtype=torch.int64, device=device)
+        batch = Batch(
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            positions=torch.from_numpy(cells).to(device),
+            cu_query=torch.tensor(cu, dtype=torch.int32, device=device),
+            ctx_lens=torch.tensor(starts, dtype=torch.int32, device=device),
+            tree_len=torch.zeros(len(jobs), dtype=torch.int32, device=device),
+            tree_mask=torch.zeros(len(ids), dtype=torch.int64, device=device),
+            block_tables=self.table(seqs, int(cells.max())),
+            slot_mapping=self.slots(owner, cells),
+            logit_rows=rows,
+            first_key=self.first(seqs),
+        )
+        return batch, rows
+
+    def slots(self, request_slots: np.ndarray, cells: np.ndarray) -> Tensor:
+        """[1, n] i64 flat slots of cells of the sequences in these request slots; cells below 0 are not written."""
+        block, offset = np.divmod(cells, self._size)
+        flat = self._tables[request_slots, block].astype(np.int64) * self._size + offset
+        return torch.from_numpy(np.where(cells < 0, -1, flat).reshape(1, -1)).to(self.head.device)
+
+    def table(self, seqs: list[Sequence], last_cell: int) -> Tensor:
+        """[1, B, M] i32 block tables of the sequences, up to the block of `last_cell`."""
+        rows = self._tables[[seq.request_slot for seq in seqs], : last_cell // self._size + 1]
+        return torch.from_numpy(np.ascontiguousarray(rows)[None]).to(self.head.device)
+
+    def first(self, seqs: list[Sequence]) -> Tensor:
+        """[B] i32, the first key that draft rows of each sequence see."""
+        return torch.tensor([self._progress[seq].first for seq in seqs], dtype=torch.int32, device=self.head.device)

@@ -1,0 +1,77 @@
+"""Compiles every Triton kernel for a card that need not be there: `python compile_triton.py CAPABILITY`, prints JSON.
+
+Run as a process of its own, without TRITON_INTERPRET. The ops are called on CPU tensors with a driver that names the target, and
+launches stop after compilation, so each kernel gets exactly the arguments and constants that its launcher gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from specdec.kernels.inputs import Rows, attention_batch, random_tree
+from specdec.kernels.triton_table import BACKENDS
+
+
+def compiling(capability: int, shared: dict[str, int]) -> None:
+    """From here on a launch compiles for `capability` and notes the kernel's shared memory in `shared`."""
+    target = GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    )
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, warmup=True, **kwargs)
+        shared[f"{len(shared)} {self.__name__}"] = kernel.metadata.shared
+        return kernel
+
+    JITFunction.run = compile_only
+
+
+def attention_calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Decode, trees and prefill; bf16 and fp32; plain, and with window, sinks and first."""
+    for heads, kv_heads, hd, dtype, rows in (
+        (9, 3, 64, torch.bfloat16, [Rows(100)] * 4),
+        (9, 3, 64, torch.float32, [Rows(70, tree=tuple(random_tree(64, 0)))]),
+        (32, 8, 128, torch.bfloat16, [Rows(0, 300)]),
+    ):
+        batch = attention_batch(rows, heads, kv_heads, hd, 16)
+        batch |= {name: batch[name].to(dtype) for name in ("q", "k_cache", "v_cache")}
+        yield tuple(batch.values()), {"scale": 0.125}
+        extra = {"window": 64, "sinks": torch.zeros(heads, dtype=dtype), "first": torch.ones(len(rows), dtype=torch.int32)}
+        yield tuple(batch.values()), {"scale": 0.125} | extra
+
+
+def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(op, arguments) of the other ops, bf16 where the op has a choice."""
+    x, weight = torch.zeros(5, 576, dtype=torch.bfloat16), torch.zeros(576, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 4, 16, 3, 64, dtype=torch.bfloat16)
+    table, slots = torch.zeros(32, 32), torch.arange(5)
+    keys = (slots, slots, slots)
+    yield "rms_norm", (x, weight, 1e-5)
+    yield "add_rms_norm", (x, x, weight, 1e-5)
+    yield "silu_mul", (torch.zeros(5, 3072, dtype=torch.bfloat16),)
+    yield "rope_write_kv", (torch.zeros(5, 960, dtype=torch.bfloat16), slots, table, table, cache[0], cache[1], slots)
+    yield "move_kv", ([cache[0]], [cache[1]], slots, slots)
+    yield "gumbel_argmax", (torch.zeros(5, 49152), *keys, slots > 2, 0)
+    yield "gumbel_noise", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
+    yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
+
+
+if __name__ == "__main__":
+    found: dict[str, int] = {}
+    compiling(int(sys.argv[1]), found)
+    for args, kwargs in attention_calls():
+        BACKENDS["tree_attention"].fn(*args, **kwargs)
+    for op, args in small_calls():
+        BACKENDS[op].fn(*args)
+    print(json.dumps(found))

@@ -1,0 +1,27 @@
+"""What the interpreter does not see: types and shared memory, by compiling for a card (none is needed)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_triton.py")
+ROOT = SCRIPT.parents[2]
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_memory"), [(90, 232448), pytest.param(80, 166912, marks=pytest.mark.slow)], ids=["Hopper", "Ampere"]
+)
+def test_every_kernel_compiles_and_fits(capability: int, shared_memory: int, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, SCRIPT, str(capability)], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    used = json.loads(done.stdout.splitlines()[-1])
+    assert {name.split()[1] for name in used} == {"_attend", "_norm", "_silu_mul", "_rope", "_copy", "_noisy_argmax", "_named_draws"}
+    assert max(used.values()) <= shared_memory, used
