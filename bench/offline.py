@@ -1,9 +1,10 @@
 """Decode speed at batch 1 on the evaluation prompts: speculation off and on, and peers, interleaved prompt by prompt.
 
-    python -m bench.offline --prompts 5 --speculation auto --hf --llama-python /path/to/python
+    python -m bench.offline --prompts 5 --hf-dtypes float32 bfloat16 --hf-dir DIR --llama-python PYTHON --gguf FILE
 
 Absolute speeds drift on a shared machine, so every figure is a ratio of runs made within the same seconds; the record keeps
-the absolute ones too. Decode time runs from the first output token to the last; end tokens are ignored.
+the absolute ones too. Decode time runs from the first output token to the last; end tokens are ignored. Peers run at their
+best: transformers in every dtype asked for (the record names the fastest), llama.cpp plain and with its own prompt lookup.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.peers.worker import Peer
-from bench.schema import DOMAINS, append, environment, load_prompts, quantiles
+from bench.schema import DOMAINS, append, environment, load_prompts, quantiles, without_path
 from specdec import LLM, SamplingParams
 
 
@@ -71,10 +72,17 @@ def run_domain(domain: str, engines: dict[str, Any], args: argparse.Namespace) -
         "domain": domain,
         "tokens_per_s": {name: quantiles(v) for name, v in speeds.items()},
         "ratio_to_off": {name: quantiles(v) for name, v in ratios.items()},
+        "best_dtype": best_dtype(speeds),
         "acceptance_length": statistics.mean(lengths),
         "outputs_equal": sum(same),
         "prompts": len(same),
     }
+
+
+def best_dtype(speeds: dict[str, list[float]]) -> str | None:
+    """The dtype in which transformers had the highest median speed; None where it did not run."""
+    medians = {name.removeprefix("transformers-"): statistics.median(v) for name, v in speeds.items() if name.startswith("transformers-")}
+    return max(medians, key=medians.__getitem__, default=None)
 
 
 def make_engines(args: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def make_engines(args: argparse.Namespace) -> dict[str, Any]:
         "on": LLM(args.model, speculation=args.speculation, device=args.device, enable_prefix_caching=False),
     }
     threads = str(torch.get_num_threads())
-    for dtype in args.hf:
+    for dtype in args.hf_dtypes:
         import sys
 
         engines[f"transformers-{dtype}"] = Peer("hf", sys.executable, args.hf_dir, dtype, threads)
@@ -101,16 +109,16 @@ def main() -> None:
     parser.add_argument("--domains", nargs="*", default=DOMAINS)
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--hf", nargs="*", default=[], metavar="DTYPE", help="also run transformers in these dtypes")
+    parser.add_argument("--hf-dtypes", nargs="*", default=[], metavar="DTYPE", help="also run transformers in these dtypes")
     parser.add_argument("--hf-dir", help="the model as a Hugging Face directory (specdec pull --convert)")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
-    parser.add_argument("--llama-modes", nargs="*", default=["off"])
+    parser.add_argument("--llama-modes", nargs="*", default=["off", "lookup"], choices=["off", "lookup"])
     parser.add_argument("--gguf", help="the GGUF file for llama.cpp")
     args = parser.parse_args()
     engines = make_engines(args)
     base = environment() | {
         "bench": "offline",
-        "model": args.model,
+        "model": without_path(args.model),
         "speculation": args.speculation,
         "device": args.device,
         "max_tokens": args.max_tokens,

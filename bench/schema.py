@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": commit(),
-        "argv": [Path(arg).name if arg.startswith("/") else arg for arg in sys.argv],  # no paths of this machine
+        "argv": [without_path(arg) for arg in sys.argv],
         "specdec": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -39,6 +39,12 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
+
+
+def without_path(arg: str) -> str:
+    """An argument with what is a path of this machine cut to its last part, also behind `--name=`."""
+    name, equals, value = arg.partition("=") if arg.startswith("-") else ("", "", arg)
+    return name + equals + (Path(value).name if value.startswith(("/", "~")) else value)
 
 
 def commit() -> str:

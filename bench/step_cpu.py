@@ -57,7 +57,6 @@ def rows_at(kv: KVCache, start: int, count: int, *, chain: bool) -> Batch:
         block_tables=torch.arange(1, kv.num_blocks[0], dtype=torch.int32).expand(groups, 1, -1).contiguous(),
         slot_mapping=(positions + BLOCK).expand(groups, -1).contiguous(),
         logit_rows=torch.arange(count),
-        max_query=count,
         max_ctx=start,
     )
 

@@ -187,6 +187,17 @@ template <bool uniform> Tensor noise(const Tensor& seeds, const Tensor& position
   return out;
 }
 
+Tensor mass_cut(const Tensor& log_p, const Tensor& rank, const Tensor& p) {
+  check(log_p, "log_p", at::kFloat, 2);
+  check(rank, "rank", at::kFloat, 2);
+  check(p, "p", at::kFloat, 1);
+  int64_t R = rank.size(0), V = rank.size(1);
+  TORCH_CHECK(log_p.sizes() == rank.sizes() && p.size(0) == R && V < INT32_MAX, "mass_cut: sizes disagree");
+  Tensor kept = at::empty({R, V}, rank.options().dtype(at::kBool));
+  current->mass_cut({floats(log_p), floats(rank), floats(p), static_cast<bool*>(kept.mutable_data_ptr()), R, V, at::get_num_threads()});
+  return kept;
+}
+
 std::vector<std::string> variants() {
   std::vector<std::string> names;
   for (const CpuKernels* table : usable_tables()) names.emplace_back(table->name);
@@ -273,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   specdec::bind_decoder_stack(m);
   m.def("gumbel_argmax", &gumbel_argmax);
   m.def("gumbel_noise", &noise<false>);
+  m.def("mass_cut", &mass_cut);
   m.def("philox_uniform", &noise<true>);
   m.def("variants", &variants, "Names of the usable instruction-set variants, best first.");
   m.def("use_variant", &use_variant, "Use this variant on the calling thread (tests); returns the one used before.");

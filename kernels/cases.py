@@ -177,6 +177,33 @@ def _argmax() -> Iterator[Case]:
     yield Case("masks, NaN, infinity: greedy", (odd, *_keys(6), torch.zeros(6, dtype=torch.bool), 0), row_args=(0, 1, 2, 3, 4))
 
 
+def _cuts() -> Iterator[Case]:
+    """Laws of every shape, ranked by score and by typicality. The masses wanted are no sums of a few equal tokens."""
+    model = ((3, 49152, 0.01), (2, 49152, 1.0), (2, 49152, 8.0))
+    for rows, vocab, scale in (*model, (0, 10, 1.0), (5, 1, 1.0), (6, 47, 3.0), (5, 65, 0.0), (7, 1000, 0.0), (6, 1000, 100.0)):
+        scores = randn(rows, vocab, scale=scale)
+        p = torch.linspace(0.0513, 0.9891, max(rows, 1))[:rows]
+        for name, x in (("", scores), (" with ties", (scores * 4).round() / 4)):
+            log_p = x.log_softmax(-1)
+            entropy = -(log_p * log_p.exp()).sum(-1, keepdim=True)
+            yield Case(f"{rows}x{vocab}~{scale}{name}", (log_p, x, p), row_args=(0, 1, 2))
+            yield Case(f"{rows}x{vocab}~{scale}{name}, typical", (log_p, -(log_p + entropy).abs(), p), row_args=(0, 1, 2))
+    odd = randn(7, 200)
+    odd[0, 1:] = -torch.inf  # one token
+    odd[1, ::2] = -torch.inf
+    odd[2, :100] = 30.0  # ranks many bins apart, twice over
+    odd[2, 100] = 1e30
+    odd[3] = torch.arange(200) * -0.5  # most have no mass
+    odd[4, :100] *= 1e-30
+    odd[5] = torch.where(odd[5] > 0, 0.0, -0.0)  # zeros of both signs tie
+    odd[6, 0] = 60.0
+    log_p = odd.log_softmax(-1)
+    rank = odd.clone()
+    rank[4] = torch.where(torch.arange(200) < 100, odd[4], odd[4].sign() * 1e-38)
+    for mass in (0.0, 1e-30, 0.3137, 0.9731, 1.0):
+        yield Case(f"odd rows, {mass}", (log_p, rank, torch.full((7,), mass)), row_args=(0, 1, 2))
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "rms_norm": lambda: _norms(False),
     "add_rms_norm": lambda: _norms(True),
@@ -187,6 +214,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "tiled_linear": _tiled,
     "tiled_embedding": _embedding,
     "dense_linear": _dense,
+    "mass_cut": _cuts,
     "gumbel_argmax": _argmax,
     "gumbel_noise": _noise,
     "philox_uniform": _noise,

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from specdec.server.params import completion_params, prompts
 from specdec.server.protocol import CompletionRequest
-from specdec.server.responses import Header, Json, Vocabulary, completion_logprobs, join, prompt_logprobs
+from specdec.server.responses import Header, Json, Offsets, Vocabulary, completion_logprobs, join, prompt_logprobs
 from specdec.server.service import Service
 from specdec.server.streaming import OPENAPI_200
 from specdec.types import CompletionOutput, RequestOutput, TokenLogprobs
@@ -24,21 +24,21 @@ class CompletionAnswer:
         self._n = body.n or 1
         self._echoes = echoes
         self._vocabulary = vocabulary
-        self._length: dict[tuple[int, int], int] = {}  # (position, choice) -> characters sent, by delta
+        self._offsets: dict[tuple[int, int], Offsets] = {}  # by (position, choice), of those that have been sent something
 
     def deltas(self, position: int, output: RequestOutput) -> list[Json]:
         choices = []
         for choice in output.outputs:
             key = (position, choice.index)
-            offset = self._length.get(key, 0)
-            body = self._choice(position, choice, output, offset, first=key not in self._length)
+            offsets = self._offsets.get(key) or Offsets(self._vocabulary)
+            body = self._choice(position, choice, output, offsets, first=key not in self._offsets)
             if body["text"] or body["finish_reason"] or (choice.token_ids and (self._body.return_token_ids or choice.logprobs is not None)):
-                self._length[key] = offset + len(body["text"])
+                self._offsets[key] = offsets
                 choices.append(body)
         return choices
 
     def whole(self, position: int, deltas: list[RequestOutput]) -> list[Json]:
-        choices = [self._choice(position, c, deltas[-1], 0, first=True) for c in join(deltas)]
+        choices = [self._choice(position, c, deltas[-1], Offsets(self._vocabulary), first=True) for c in join(deltas)]
         if self._body.prompt_logprobs is not None:
             shown = prompt_logprobs(deltas[-1].prompt_logprobs, self._vocabulary)
             choices = [c | {"prompt_logprobs": shown} for c in choices]
@@ -47,7 +47,7 @@ class CompletionAnswer:
     def extras(self, outputs: list[RequestOutput]) -> Json:
         return {}
 
-    def _choice(self, position: int, choice: CompletionOutput, output: RequestOutput, offset: int, *, first: bool) -> Json:
+    def _choice(self, position: int, choice: CompletionOutput, output: RequestOutput, offsets: Offsets, *, first: bool) -> Json:
         """One choice; its first part carries the echo."""
         text, ids, entries = choice.text, choice.token_ids, choice.logprobs
         if self.scores_only:
@@ -61,7 +61,7 @@ class CompletionAnswer:
         body: Json = {
             "index": position * self._n + choice.index,
             "text": echo + text,
-            "logprobs": completion_logprobs(logprobs, offset, self._vocabulary, leading),
+            "logprobs": completion_logprobs(logprobs, offsets, self._vocabulary, leading),
             "finish_reason": "length" if self.scores_only else choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

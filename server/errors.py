@@ -48,13 +48,14 @@ def error_event(error: SpecdecError) -> bytes:
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
-    """(message, param) for the first finding. The path stops where it would name a branch of a union."""
-    first = error.errors()[0]
+    """(message, param) for the first field with a finding. The path stops where it would name a branch of a union; what the
+    other branches miss is listed too."""
+    first, *others = error.errors()
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON: {first.get('ctx', {}).get('error', 'cannot be parsed')}", None
     if len(first["loc"]) == 1:
         return f"the body must be a JSON object, sent as Content-Type: application/json ({first['msg']})", None
-    path = ""
+    path, named = "", 1  # named: leading parts of `loc` that the path stands for, "body" included
     for part in first["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
@@ -62,7 +63,9 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
             path += f".{part}" if path else part
         else:
             break
-    return f"{path}: {first['msg']}", path or None
+        named += 1
+    wanted = dict.fromkeys(e["msg"] for e in (first, *others) if e["loc"][:named] == first["loc"][:named])
+    return f"{path}: {', or '.join(list(wanted)[:4])}", path or None
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:

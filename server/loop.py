@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from specdec.admission import check_room, max_running
 from specdec.config import EngineConfig, SamplingParams
-from specdec.errors import Draining, EngineDead, QueueFull, SpecdecError
+from specdec.errors import Draining, EngineDead, SpecdecError
 from specdec.metrics import Gauges, Metrics
 from specdec.server.job import Job, Ticket
 from specdec.types import RequestOutput, StepStats
@@ -250,27 +251,14 @@ class EngineLoop:
             engine.abort(request_id)
             self.metrics.requests.labels("abort").inc()
 
-    def _engine_check_room(self, engine: Engine, job: Job) -> None:
-        """QueueFull unless the job's sequences find room among running and waiting ones, or nobody waits before them.
-
-        The second half keeps a job larger than the whole queue from being refused for ever; what arrives after it is
-        refused until its own sequences are few enough.
-        """
-        if self.max_queue is None:
-            return
-        waiting, c = engine.num_waiting, engine.config
-        room = self.max_queue + max(0, min(c.max_num_seqs, c.max_num_batched_tokens) - engine.num_running) - waiting
-        if room <= 0 or (waiting and job.num_sequences > room):
-            text = f"{waiting} sequences are waiting, max_queue is {self.max_queue}, the request needs {job.num_sequences}"
-            raise QueueFull(f"{text}; try again later, or send fewer prompts and choices at once")
-
     def _engine_add(self, engine: Engine, job: Job) -> None:
         """Hand the job to the engine; on an error take back what it had accepted."""
         error: Exception | None = None
         for i, ticket in enumerate(job.tickets):
             try:
                 if i == 0:
-                    self._engine_check_room(engine, job)
+                    free = max_running(engine.config) - engine.num_running
+                    check_room(self.max_queue, job.num_sequences, waiting=engine.num_waiting, free=free)
                 engine.add_request(ticket.request_id, ticket.prompt, job.params, arrival=job.arrival)
                 self._live[ticket.request_id] = ticket
             except Exception as err:

@@ -79,9 +79,9 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    """JSON keys are strings; the ids are decimal, without sign or blanks."""
+    """JSON keys are strings; the ids are decimal, without sign, blanks or leading zeros, so that no two keys mean one token."""
     for key in bias:
-        if not re.fullmatch(r"[0-9]{1,9}", key):
+        if not re.fullmatch(r"0|[1-9][0-9]{0,8}", key):
             raise InvalidRequest(f"logit_bias: {key[:40]!a} is not a token id", param="logit_bias")
     return {int(key): value for key, value in bias.items()}
 

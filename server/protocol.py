@@ -169,7 +169,7 @@ class Generation(Body):
     typical_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to bias in [-100, 100]")
     bad_words: list[Word] | None = None
     allowed_token_ids: TokenIds | None = None

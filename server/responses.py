@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import itertools
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -96,10 +95,30 @@ def chat_logprobs(entries: list[TokenLogprobs] | None, vocabulary: Vocabulary) -
     return {"content": [one(e.token, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in entries]}
 
 
+class Offsets:
+    """Where each token of a choice begins in its text, in characters, delta by delta.
+
+    Counted from the tokens, not from what was sent: text may be held back for a stop string, and a character split over
+    tokens (and deltas) counts where it becomes complete.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, start: int = 0):
+        self._vocabulary, self._next = vocabulary, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: list[int | None]) -> list[int]:
+        """Offsets of the next tokens; None is a token without text."""
+        offsets = []
+        for token in ids:
+            offsets.append(self._next)
+            self._next += 0 if token is None else len(self._decoder.decode(self._vocabulary.token_bytes(token)))
+        return offsets
+
+
 def completion_logprobs(
-    entries: list[TokenLogprobs | None] | None, offset: int, vocabulary: Vocabulary, first: int | None = None
+    entries: list[TokenLogprobs | None] | None, offsets: Offsets, vocabulary: Vocabulary, first: int | None = None
 ) -> Json | None:
-    """`choices[].logprobs` of text completions. `offset`: characters of the choice before these tokens.
+    """`choices[].logprobs` of text completions. `offsets` has seen the tokens of the choice before these.
 
     `first` is the token of a leading entry without a law: the first token of an echoed prompt.
     """
@@ -112,7 +131,7 @@ def completion_logprobs(
         "top_logprobs": [
             None if e is None else {_shown(t, vocabulary): finite(lp) for t, lp in (*e.top, (e.token, e.logprob))} for e in entries
         ],
-        "text_offset": _offsets(ids, offset, vocabulary),
+        "text_offset": offsets.of(ids),
     }
 
 
@@ -123,13 +142,6 @@ def _shown(token: int, vocabulary: Vocabulary) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _offsets(ids: list[int | None], offset: int, vocabulary: Vocabulary) -> list[int]:
-    """Characters before each token; a character split over tokens counts where it becomes complete."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    lengths = (0 if token is None else len(decoder.decode(vocabulary.token_bytes(token))) for token in ids)
-    return list(itertools.accumulate(lengths, initial=offset))[:-1]
 
 
 def prompt_logprobs(entries: list[TokenLogprobs | None] | None, vocabulary: Vocabulary) -> list[Json | None] | None:

@@ -112,7 +112,6 @@ class BatchBuilder:
             slot_mapping=self.slots(rows.owner, rows.cells),
             logit_rows=self._long(rows.logit_rows),
             prompt_rows=self._long(rows.prompt_rows) if rows.prompt_rows else None,
-            max_query=int(lengths.max(initial=1)),
             max_ctx=max_ctx,
         )
 

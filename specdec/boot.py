@@ -13,7 +13,7 @@ import torch
 from specdec.batch import BatchBuilder
 from specdec.cache.kv import KVCache
 from specdec.cache.pool import BlockPool
-from specdec.cache.sizing import PoolSize, block_bytes, size_pool
+from specdec.cache.sizing import PoolSize, block_bytes, host_memory, size_pool
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -160,10 +160,11 @@ def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
     limit = model.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond the model's {limit} positions", param="max_model_len")
-    budget = config.kv_cache_bytes
+    budget, memory, source = config.kv_cache_bytes, host_memory(), "kv_cache_bytes"
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = max(0, int(free - (1 - config.gpu_memory_utilization) * total))
+        memory, total = torch.cuda.mem_get_info(device)
+        source = "gpu_memory_utilization"
+        budget = max(0, int(memory - (1 - config.gpu_memory_utilization) * total))
     return size_pool(
         model.kv_groups(),
         config.block_size,
@@ -171,9 +172,11 @@ def _pool_size(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, dev
         budget,
         config.max_model_len or limit,
         config.max_num_seqs,
+        source=source,
         max_num_batched_tokens=config.max_num_batched_tokens,
         explicit_len=config.max_model_len is not None,
         num_kv_blocks=config.num_kv_blocks,
+        memory=memory,
         companion_bytes=companion_bytes,
     )
 

@@ -108,7 +108,7 @@ class SamplingParams:
         _number(self.typical_p, "typical_p", 0.0, 1.0, low_open=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(getattr(self, name), name, -2.0, 2.0)
-        _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True)
+        _number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)  # nothing in the range takes a score out of float32
         _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None:
             _integer(self.max_tokens, "max_tokens", 1, 2**31 - 1)

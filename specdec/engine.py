@@ -128,7 +128,7 @@ class Engine:
             self.kv.copy_blocks(group, [(source, target)])
         now = time.monotonic()
         for seq in plan.admitted:
-            self.sampling.add(seq, bad_words_ids=self._bad_words(seq.params))
+            self.sampling.add(seq, bad_words_ids=self._requests[seq.request_id].bad_words)
             if seq.metrics.first_scheduled is None:
                 seq.metrics.first_scheduled = now
         return plan
@@ -155,7 +155,9 @@ class Engine:
     def _commit(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
         stats = open_stats(self._steps, plan, tree)
-        self._take_prompt_logprobs(plan, forward)
+        if forward.prompt_logits is not None:
+            for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
+                self._requests[seq.request_id].add_prompt_logprobs(start, entries)
         self._move(compaction(plan.sampling, verdict))
         counts, accepted, finish = verdict.num_committed.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
         runs, nodes, now, b = verdict.committed.tolist(), tree.num_nodes.tolist(), time.monotonic(), 0
@@ -231,22 +233,6 @@ class Engine:
             observer(stats)
         return stats
 
-    def _take_prompt_logprobs(self, plan: StepPlan, forward: Forward) -> None:
-        """Hand prompt rows to their requests; a row recomputed after a preemption is not reported twice."""
-        if forward.prompt_logits is None:
-            return
-        first = 0
-        for share in plan.scheduled:
-            rows = share.prompt_rows
-            if not rows:
-                continue
-            seq, start = share.seq, share.seq.num_computed + 1  # the row at position p predicts token p + 1
-            known = self._requests[seq.request_id].prompt_logprobs
-            assert known is not None and seq.params.prompt_logprobs is not None
-            new = prompt_logprobs(forward.prompt_logits[first : first + rows], seq.tokens[start : start + rows], seq.params.prompt_logprobs)
-            known.extend(new[max(len(known) - start, 0) :])
-            first += rows
-
     def _release(self, seq: Sequence, how: Callable[[Sequence], None]) -> None:
         """Let go of a sequence everywhere: drafters and sampling state first, blocks and request slot last."""
         self._forget(seq)
@@ -270,11 +256,6 @@ class Engine:
                     self._requests.pop(state.request_id, None)
         self._ready = []
         return outputs
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token sequences of the bad words: as a word of its own and inside text (with and without a leading space)."""
-        words = params.bad_words or ()
-        return [ids for word in words for text in {word, " " + word.lstrip()} if (ids := self.tokenizer.encode(text, add_special=False))]
 
     # -- gauges -----------------------------------------------------------------------------------------------------
 

@@ -85,23 +85,11 @@ class LLM:
         ids = [self.tokenizer.apply_chat_template(_plain(m), add_generation_prompt=True) for m in many]
         return self.generate(ids, params, **options)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, trace: bool = False) -> Iterator[RequestOutput]:
-        """Deltas of one prompt as they are produced. Closing the iterator early aborts the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, trace: bool = False) -> Stream:
+        """Deltas of one prompt as they are produced. Errors of the request are raised here, not at the first delta."""
         with self._alone():
             request_id = self._add(prompt, params, trace)
-            inbox = self._inbox[request_id]
-        finished = False
-        try:
-            while not finished:
-                while not inbox:
-                    self._step([inbox])
-                output = inbox.pop(0)
-                finished = output.finished
-                yield output
-        finally:
-            self._inbox.pop(request_id, None)
-            if not finished:
-                self._abandon([request_id])
+            return Stream(self, request_id, self._inbox[request_id])
 
     # -- the engine, one thread at a time ---------------------------------------------------------------------------
 
@@ -176,6 +164,38 @@ class LLM:
                             del inboxes[request_id], self._inbox[request_id]
                             bar.update()
         return done
+
+
+class Stream(Iterator[RequestOutput]):
+    """The deltas of one request. `close` aborts it if it is not finished; so does letting go of the iterator."""
+
+    def __init__(self, llm: LLM, request_id: str, inbox: list[RequestOutput]):
+        self._llm, self._request_id, self._inbox = llm, request_id, inbox
+        self._open = True
+
+    def __next__(self) -> RequestOutput:
+        if not self._open:
+            raise StopIteration
+        try:
+            while not self._inbox:
+                self._llm._step([self._inbox])
+        except BaseException:
+            self.close()
+            raise
+        output = self._inbox.pop(0)
+        if output.finished:
+            self._open = False
+            self._llm._inbox.pop(self._request_id, None)
+        return output
+
+    def close(self) -> None:
+        """Abort the request unless it is finished; harmless the second time."""
+        if self._open:
+            self._open = False
+            self._llm._abandon([self._request_id])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _as_list(prompts: Any) -> list[Any]:

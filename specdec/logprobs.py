@@ -6,13 +6,15 @@ of it (at temperature 0 after penalties and masks). Only the rows of the accepte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from specdec.config import SamplingParams
-from specdec.types import TokenLogprobs, Verdict
+from specdec.sequence import Sequence
+from specdec.types import StepPlan, TokenLogprobs, Verdict
 
 
 def of_rows(rows: Tensor, tokens: Seq[int], alternatives: int) -> list[TokenLogprobs]:
@@ -55,6 +57,15 @@ def token_logprobs(
     return tuple(result)
 
 
-def prompt_logprobs(rows: Tensor, tokens: Seq[int], alternatives: int) -> list[TokenLogprobs]:
-    """Entries of prompt tokens. rows [P, V] f32: raw target logits at the positions *before* `tokens` (P ids)."""
-    return of_rows(rows, tokens, alternatives)
+def prompt_logprobs(plan: StepPlan, rows: Tensor) -> Iterator[tuple[Sequence, int, list[TokenLogprobs]]]:
+    """(sequence, prompt position of the first entry, entries) for every share with prompt rows. Before the step is committed.
+
+    rows [P, V] f32: raw target logits of the plan's prompt rows; the row at position p predicts the token at p + 1.
+    """
+    first = 0
+    for share in plan.scheduled:
+        count, seq, start = share.prompt_rows, share.seq, share.seq.num_computed + 1
+        if count:
+            assert seq.params.prompt_logprobs is not None
+            yield seq, start, of_rows(rows[first : first + count], seq.tokens[start : start + count], seq.params.prompt_logprobs)
+            first += count

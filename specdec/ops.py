@@ -19,6 +19,8 @@ from torch import Tensor
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
+from specdec.kernels.mass_cut import bisection as cut_bisection
+from specdec.kernels.mass_cut import reference as cut_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
 from specdec.kernels.registry import Backend, Op, Registry
@@ -110,6 +112,7 @@ _MOVE_KV = _register("move_kv", move_reference.move_kv, None)
 _GUMBEL_ARGMAX = _register("gumbel_argmax", noise_reference.gumbel_argmax)
 _GUMBEL_NOISE = _register("gumbel_noise", noise_reference.gumbel_noise, None)
 _PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, None)
+_MASS_CUT = _register("mass_cut", cut_reference.mass_cut, _first_not_f32, Backend("bisection", cut_bisection.mass_cut))
 _TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
 _TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
 
@@ -272,3 +275,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, ids: Tensor,
 def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, choices: Tensor, noisy: Tensor, purpose: int) -> Tensor:
     """argmax of score + noise per row, ties to the lowest id. scores [R,V] f32, noisy [R] bool, others [R] i64 -> [R] i64."""
     return _GUMBEL_ARGMAX(scores, seeds, positions, choices, noisy, purpose)
+
+
+def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
+    """The fewest best-ranked tokens whose mass reaches p, equals by rising id. log_p, rank [R,V] f32, p [R] f32 -> kept [R,V] bool."""
+    return _MASS_CUT(log_p, rank, p)

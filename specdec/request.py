@@ -37,7 +37,7 @@ def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max
             f"the prompt has {len(prompt)} tokens but the context holds {max_model_len} including the output; shorten it", param="prompt"
         )
     named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": params.allowed_token_ids}
-    named["logit_bias"] = list(params.logit_bias or ())
+    named |= {"logit_bias": list(params.logit_bias or ()), "prediction": () if isinstance(params.prediction, str) else params.prediction}
     for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
@@ -65,6 +65,12 @@ def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) ->
             raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {value!r}", param=f"speculation.{name}")
 
 
+def _bad_words(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token sequences of the bad words: as a word of its own and inside text (with and without a leading space)."""
+    texts = [text for word in params.bad_words or () for text in {word, " " + word.lstrip()}]
+    return [ids for text in texts if (ids := tokenizer.encode(text, add_special=False))]
+
+
 class RequestState:
     """Choices of one request. `sequences[i]` and `texts[i]` belong to choice i; deltas collect until `take`."""
 
@@ -85,6 +91,7 @@ class RequestState:
         self.prompt_ids = prompt_ids
         self.params = params
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.bad_words = _bad_words(params, tokenizer)
         self.trace: Any = None
         self.aborted = False
         self.sequences = self._choices(arrival, max_model_len, eos_ids, tokenizer)
@@ -152,6 +159,12 @@ class RequestState:
         if logprobs is not None:
             self._logprobs[choice].extend(logprobs[:kept])
         return run[:kept]
+
+    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Entries of the prompt positions from `start` on; those computed again after a preemption are known already."""
+        known = self.prompt_logprobs
+        assert known is not None
+        known.extend(entries[max(len(known) - start, 0) :])
 
     def abort(self) -> None:
         """Mark every unfinished choice as aborted and release its text."""

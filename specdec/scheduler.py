@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from specdec.admission import check_room, max_running
 from specdec.budget import slots
 from specdec.cache.pool import BlockPool
 from specdec.cache.prefix import PrefixCache, Reuse
 from specdec.cache.sizing import least_blocks
 from specdec.cache.tables import BlockTables, Copy
 from specdec.config import EngineConfig
-from specdec.errors import InvalidRequest, QueueFull, RequestTooLong
+from specdec.errors import InvalidRequest, RequestTooLong
 from specdec.planning import Roster, make_plan
 from specdec.sequence import Sequence, Status
 from specdec.types import KVGroup, SpecBudget, StepPlan
@@ -65,7 +66,7 @@ class Scheduler:
             block_size=config.block_size,
             max_model_len=max_model_len,
             max_rows=config.max_num_batched_tokens,
-            max_running=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_running=max_running(config),
             wants_hidden=wants_hidden,
         )
         self.prefix_queries = 0  # tokens looked up at admission
@@ -110,13 +111,11 @@ class Scheduler:
     def add(self, *seqs: Sequence) -> None:
         """Queue sequences (the choices of a request together), all or none.
 
-        Raises RequestTooLong for what could never run, QueueFull when `max_queue` sequences wait already.
+        Raises RequestTooLong for what could never run, QueueFull beyond `max_queue` (see `check_room`).
         """
         for seq in seqs:
             self._check_fits(seq)
-        limit = self.config.max_queue
-        if limit is not None and self.queue_depth >= limit + max(0, self._roster.max_running - len(self._roster.running)):
-            raise QueueFull(f"{self.queue_depth} sequences are waiting, max_queue is {limit}; try again later")
+        check_room(self.config.max_queue, len(seqs), waiting=self.queue_depth, free=self._roster.max_running - self.num_running)
         for seq in seqs:
             parent = seq.fork_of
             if parent is not None and not seq.block_hashes:

@@ -127,7 +127,6 @@ class Batch:
     logit_rows: Tensor  # [R] i64, rows of the hidden states whose logits are wanted: all tree nodes, plan order
     prompt_rows: Tensor | None = None  # extra rows for prompt_logprobs, [P] i64
     first_key: Tensor | None = None  # [B] i32, keys before this position are not visible (draft heads); None = all are
-    max_query: int = 1
     max_ctx: int = 0
 
 

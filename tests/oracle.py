@@ -54,7 +54,6 @@ class PlainKV:
             block_tables=torch.arange(1, self.blocks, dtype=torch.int32).expand(groups, 1, -1).contiguous(),
             slot_mapping=(positions + BLOCK).expand(groups, -1).contiguous(),
             logit_rows=torch.arange(count),
-            max_query=count,
             max_ctx=start,
         )
 

@@ -32,6 +32,7 @@ RANKS = {
     "logprobs": 6,
     "request": 7,
     "spec": 7,
+    "admission": 7,
     "budget": 7,
     "planning": 7,
     "scheduler": 7,
@@ -111,7 +112,7 @@ def test_sizes() -> None:
     """Small files and short functions; kernels may be longer."""
     for path in sources():
         text = path.read_text(encoding="utf-8")
-        limit = 500 if "kernels" in path.parts else 330
+        limit = 500 if "kernels" in path.parts else 310
         assert text.count("\n") <= limit, f"{path} has {text.count(chr(10))} lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

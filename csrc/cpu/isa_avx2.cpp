@@ -1,4 +1,5 @@
 // The CPU ops compiled for AVX2 with FMA and F16C.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>

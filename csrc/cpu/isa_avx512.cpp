@@ -1,4 +1,5 @@
 // The CPU ops compiled for AVX-512 with byte dot products (VNNI).
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>

@@ -1,4 +1,5 @@
 // The CPU ops in plain C++, for any processor, and the sizes all variants share.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>

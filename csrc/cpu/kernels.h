@@ -4,7 +4,8 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "noise.h"
+#include "mass_cut.h"
 #include "stack.h"
 
 static const CpuKernels table = {SPECDEC_TABLE, linear, embedding, attention, rope_write_kv, rms_norm, silu_mul, gumbel_argmax, noise,
-                                 stack_bytes, decoder_stack};
+                                 mass_cut, stack_bytes, decoder_stack};

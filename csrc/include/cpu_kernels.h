@@ -82,6 +82,14 @@ struct NoiseArgs {
   int threads;
 };
 
+struct MassCutArgs {
+  const float *log_p, *rank;  // [R, V]
+  const float* p;             // [R]
+  bool* kept;                 // [R, V]
+  int64_t R, V;
+  int threads;
+};
+
 struct LinearPart {
   const uint8_t* tiles;
   int64_t rows;
@@ -137,6 +145,7 @@ struct CpuKernels {
   void (*silu_mul)(const float* gate_up, float* out, int64_t T, int64_t I);
   void (*gumbel_argmax)(const ArgmaxArgs&);
   void (*noise)(const NoiseArgs&);
+  void (*mass_cut)(const MassCutArgs&);
   int64_t (*stack_bytes)(const StackArgs&);
   void (*decoder_stack)(const StackArgs&);
 };

@@ -65,9 +65,11 @@ def size_pool(
     max_model_len: int,
     max_num_seqs: int,
     *,
+    source: str = "kv_cache_bytes",
     max_num_batched_tokens: int = 512,
     explicit_len: bool = False,
     num_kv_blocks: int | None = None,
+    memory: int | None = None,
     companion_bytes: int = 0,
 ) -> PoolSize:
     """Blocks per group for a budget in bytes, at most what `max_num_seqs` sequences of `max_model_len` tokens can use.
@@ -75,8 +77,9 @@ def size_pool(
     Within the budget the pools are as large as lets `max_num_seqs` equally long sequences be as long as possible, so no
     group runs out much before another; one sequence of `max_model_len` tokens always fits. When it does not, the limit
     is lowered, or ConfigError is raised if it was asked for (`explicit_len`).
-    num_kv_blocks: this many blocks in every group, whatever the budget. companion_bytes: bytes a drafter's companion KV
-    adds to each block of group 0.
+    source: the setting that the budget comes from, for that error.
+    num_kv_blocks: this many blocks in every group, whatever the budget, but not beyond `memory`, the bytes that the device
+    could give at most (None = no limit). companion_bytes: bytes a drafter's companion KV adds to each block of group 0.
     """
     per_block = [block_bytes(g, block_size, dtype) + (companion_bytes if i == 0 else 0) for i, g in enumerate(groups)]
 
@@ -93,9 +96,10 @@ def size_pool(
 
     longest = _largest(1, max_model_len, lambda n: affordable(0, n))
     if longest < 2 or (explicit_len and longest < max_model_len):
-        raise _too_small(blocks(0, max_model_len), per_block, max_model_len, longest, budget_bytes, num_kv_blocks)
+        raise _too_small(blocks(0, max_model_len), per_block, max_model_len, longest, budget_bytes, num_kv_blocks, source)
     if num_kv_blocks is not None:
-        _check_memory(num_kv_blocks, sum(per_block), max(budget_bytes, host_memory()))
+        if memory is not None:
+            _check_memory(num_kv_blocks, sum(per_block), memory)
         return PoolSize((num_kv_blocks,) * len(groups), longest)
     return PoolSize(blocks(_largest(1, longest, lambda n: affordable(n, longest)), longest), longest)
 
@@ -108,18 +112,20 @@ def host_memory() -> int:
 def _check_memory(num_blocks: int, bytes_each: int, available: int) -> None:
     if num_blocks * bytes_each > available:
         raise ConfigError(
-            f"num_kv_blocks={num_blocks} blocks of {bytes_each} bytes are {num_blocks * bytes_each} bytes of KV; this machine has "
+            f"num_kv_blocks={num_blocks} blocks of {bytes_each} bytes are {num_blocks * bytes_each} bytes of KV; the device has "
             f"{available}: lower it to at most {available // bytes_each}",
             param="num_kv_blocks",
         )
 
 
 def _too_small(
-    sizes: Sequence[int], per_block: list[int], wanted: int, longest: int, budget: int, num_kv_blocks: int | None
+    sizes: Sequence[int], per_block: list[int], wanted: int, longest: int, budget: int, num_kv_blocks: int | None, source: str
 ) -> ConfigError:
+    name, have, need = source, budget, sum(n * b for n, b in zip(sizes, per_block, strict=True))
     if num_kv_blocks is not None:
         name, have, need = "num_kv_blocks", num_kv_blocks, max(sizes)
-    else:
-        name, have, need = "kv_cache_bytes", budget, sum(n * b for n, b in zip(sizes, per_block, strict=True))
-    remedy = f"raise it to {need}" + (f" or lower max_model_len to {longest}" if longest > 1 else "")
-    return ConfigError(f"one sequence of max_model_len={wanted} tokens does not fit {name}={have}; {remedy}", param=name)
+    shorter = f" or lower max_model_len to {longest}" if longest > 1 else ""
+    place, remedy = f"{name}={have}", f"raise it to {need}"
+    if name == "gpu_memory_utilization":  # a share of the card, while sizes are bytes
+        place, remedy = f"the {have} bytes that {name} leaves it", f"raise it until {need} are left"
+    return ConfigError(f"one sequence of max_model_len={wanted} tokens does not fit {place}; {remedy}{shorter}", param=name)

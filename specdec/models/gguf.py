@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from specdec.errors import UnsupportedCheckpoint
 from specdec.layers.linear import RawWeight
 from specdec.models.config import RopeConfig
 from specdec.models.gguf_tokenizer import tokenizer_files
-from specdec.models.hub import cache_dir
+from specdec.models.hub import cache_access
 from specdec.models.jsonfile import read_json
 from specdec.models.weights import missing, wrong_shape
 from specdec.quant.ggml import GgmlBlocks
@@ -49,26 +49,32 @@ _LLAMA3_FACTORS = (8.0, 32.0)
 
 
 def parse(path: Path) -> Path:
-    """Directory with the parsed form of a GGUF file, from the cache or made now. Raises UnsupportedCheckpoint."""
+    """Directory with the parsed form of a GGUF file, from the cache or made now. Raises UnsupportedCheckpoint or ConfigError."""
     try:
         stat = path.stat()
     except OSError as err:
         raise UnsupportedCheckpoint(f"{path}: {err.strerror}") from err
     key = hashlib.sha256(f"{_VERSION}/{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}".encode()).hexdigest()[:24]
-    target = cache_dir() / "parsed" / key
-    if not (target / "index.json").is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=target.parent))
-        try:
-            for name, content in _read(path).items():
-                (scratch / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-            os.replace(scratch, target)
-        except OSError:
-            if not (target / "index.json").is_file():  # otherwise another process finished first
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with cache_access() as cache:
+        target = cache / "parsed" / key
+        if not (target / "index.json").is_file():
+            _write(_read(path), target)
     return target
+
+
+def _write(files: Mapping[str, Any], target: Path) -> None:
+    """A directory of JSON files, complete or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        for name, content in files.items():
+            (scratch / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        os.replace(scratch, target)
+    except OSError:
+        if not (target / "index.json").is_file():  # otherwise another process finished first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -144,6 +144,5 @@ def _scratch(model: LlamaModel) -> tuple[Batch, KVCache]:
         block_tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=device).expand(len(groups), 1, -1).contiguous(),
         slot_mapping=(positions + block).expand(len(groups), -1).contiguous(),
         logit_rows=positions[:0],
-        max_query=count,
     )
     return batch, kv

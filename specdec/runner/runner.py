@@ -23,6 +23,7 @@ class ModelRunner:
         self.kv = kv
         self.device = device
         self.taps = taps
+        self._backed = 0  # blocks below or at this are in memory of their own
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Forward:
@@ -53,12 +54,15 @@ class ModelRunner:
         return best
 
     def _probe(self, rows: int, context: int) -> Batch:
-        """A chain of `rows` nodes that writes nowhere and reads the null block, for timing."""
+        """A chain of `rows` nodes that writes nowhere, for timing. Its context lies in blocks of its own, as a sequence's does:
+        distinct as far as the pool reaches, so that attention loads as many bytes as it would in earnest."""
         size, groups = self.kv.block_size, len(self.kv.groups)
         device = self.device
         node = torch.arange(rows)
         words = ancestor_words(chain([0], [[0] * (rows - 1)]))[0]
-        blocks = -(-(context + rows) // size)
+        count = -(-(context + rows) // size)
+        tables = torch.stack([1 + torch.arange(count, dtype=torch.int32) % (n - 1) for n in self.kv.num_blocks])
+        self._back(int(tables.max()))
         return Batch(
             input_ids=torch.zeros(rows, dtype=torch.long, device=device),
             positions=(context + node).to(device),
@@ -66,9 +70,14 @@ class ModelRunner:
             ctx_lens=torch.tensor([context], dtype=torch.int32, device=device),
             tree_len=torch.tensor([rows if rows > 1 else 0], dtype=torch.int32, device=device),
             tree_mask=words.to(device) if rows > 1 else torch.zeros(1, dtype=torch.long, device=device),
-            block_tables=torch.zeros(groups, 1, blocks, dtype=torch.int32, device=device),
+            block_tables=tables[:, None, :].to(device),
             slot_mapping=torch.full((groups, rows), -1, dtype=torch.long, device=device),
             logit_rows=node.to(device),
-            max_query=rows,
             max_ctx=context,
         )
+
+    def _back(self, last: int) -> None:
+        """Copy blocks up to `last` onto themselves, once: memory that was never written may be one shared page of zeros."""
+        for group, n in enumerate(self.kv.num_blocks):
+            self.kv.copy_blocks(group, [(b, b) for b in range(self._backed + 1, min(last, n - 1) + 1)])
+        self._backed = max(self._backed, last)

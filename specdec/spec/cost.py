@@ -37,7 +37,7 @@ FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
 PAIRS = 3  # timings per ratio
 MEASURE_SECONDS = 3.0  # after that long, larger row counts are extrapolated; real steps correct them
 HOPE = 0.8  # share of the table's difference to the nearest visited bucket that an unvisited one is expected to cost
-FORMAT = 2  # of the cached table
+FORMAT = 3  # of the cached table; 3: attention timed over distinct blocks
 TRUST = 1.4  # a kept ratio may differ from a fresh one by this factor
 
 

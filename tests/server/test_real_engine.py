@@ -64,6 +64,31 @@ def test_stream_and_whole_agree(tiny: Served) -> None:
         assert whole["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in whole["choices"]) == 32 * len(texts)
 
 
+@pytest.mark.parametrize("stop", [None, ["th", "xx", "o"], ["e", "i"]], ids=str)
+def test_streamed_logprobs_join_to_the_whole(tiny: Served, stop: list[str] | None) -> None:
+    """Text offsets too, where text is held back for a stop string, and characters are split over deltas."""
+    for seed in range(3):
+        fields = {
+            "n": 3,
+            "temperature": 1.0,
+            "seed": seed,
+            "stop": stop,
+            "min_tokens": 8,
+            "echo": seed == 1,
+            "logprobs": 2,
+            "ignore_eos": True,
+        }
+        whole = complete(tiny, **fields)
+        ask: dict[str, Any] = {"model": "t0", "prompt": P, "max_tokens": 32, "stream": True, "extra_body": {"ignore_eos": True} | fields}
+        found: list[dict[str, list[Any]]] = [{"tokens": [], "text_offset": []} for _ in range(3)]
+        for chunk in tiny.client.completions.create(**ask):
+            for choice in chunk.choices:
+                for name, values in found[choice.index].items():
+                    values += getattr(choice.logprobs, name) or []
+        for choice, parts in zip(whole["choices"], found, strict=True):
+            assert parts == {name: choice["logprobs"][name] for name in parts}
+
+
 def test_speculation_is_counted_and_changes_nothing(tiny: Served) -> None:
     on, off = complete(tiny, prompt=R, max_tokens=100), complete(tiny, prompt=R, max_tokens=100, speculation={"method": "off"})
     assert on["choices"][0]["token_ids"] == off["choices"][0]["token_ids"]

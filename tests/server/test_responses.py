@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specdec.server.responses import Header, chat_logprobs, completion_logprobs, join, prompt_logprobs
+from specdec.server.responses import Header, Offsets, chat_logprobs, completion_logprobs, join, prompt_logprobs
 from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 
 EURO = "€".encode()  # three bytes, three tokens
@@ -25,11 +25,20 @@ def entries(raw: bytes) -> list[TokenLogprobs | None]:
 
 
 def test_parts_of_characters_stay_apart() -> None:
-    body = completion_logprobs(entries(b"a" + EURO + b"b"), 10, Bytes())
+    body = completion_logprobs(entries(b"a" + EURO + b"b"), Offsets(Bytes(), 10), Bytes())
     assert body is not None
     assert body["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
     assert body["text_offset"] == [10, 11, 11, 11, 12]
     assert all(len(top) == 2 for top in body["top_logprobs"])
+
+
+def test_offsets_go_on_from_delta_to_delta() -> None:
+    """Also in the middle of a character, and whatever part of the text has been sent."""
+    raw = b"a" + EURO + b"bc"
+    whole = Offsets(Bytes()).of(list(raw))
+    for cut in range(len(raw) + 1):
+        offsets = Offsets(Bytes())
+        assert offsets.of(list(raw[:cut])) + offsets.of(list(raw[cut:])) == whole == [0, 1, 1, 1, 2, 3]
 
 
 def test_chat_bytes_are_the_real_bytes() -> None:
@@ -38,7 +47,7 @@ def test_chat_bytes_are_the_real_bytes() -> None:
 
 
 def test_the_first_token_of_an_echo_has_no_law() -> None:
-    body = completion_logprobs([None, *entries(b"b")], 0, Bytes(), first=ord("a"))
+    body = completion_logprobs([None, *entries(b"b")], Offsets(Bytes()), Bytes(), first=ord("a"))
     assert body is not None and body["tokens"] == ["a", "b"] and body["token_logprobs"] == [None, -1.0] and body["top_logprobs"][0] is None
 
 

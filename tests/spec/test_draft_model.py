@@ -244,5 +244,17 @@ def test_refusals_name_both_sizes_and_the_remedy(loaded: LoadedModel, checkpoint
         DraftModel(context(512, model=checkpoint, tokenize=lambda text: [1], **fit))
 
 
-def test_max_len_keeps_drafts_inside_the_draft_positions(rig: Rig, loaded: LoadedModel):
-    assert rig.drafter.max_len == loaded.config.max_positions - 12
+@pytest.mark.parametrize("short", [0, 1, 2, 3, 7])
+def test_the_depth_is_cut_where_the_draft_positions_end(rig: Rig, loaded: LoadedModel, short: int):
+    """A sequence `short` of the draft's last position still gets the guesses that its positions allow, and their siblings."""
+    limit = loaded.config.max_positions
+    assert rig.drafter.max_len == limit
+    prompt = [5 + i % 300 for i in range(limit - short)]
+    seq = rig.sequence(prompt[:9])
+    seq.tokens, seq.num_prompt, seq.max_total = list(prompt), len(prompt), limit + 20
+    rig.sampling.add(seq)
+    seq.block_tables = [list(range(1, 1 + (limit + 64) // BLOCK))]
+    tokens, _ = lists(rig.propose([seq], nodes=16, depth=5, width=2))
+    deepest = max(len(path) for path in paths(rig.propose([seq], nodes=6, depth=5, width=1)))
+    assert deepest == min(5, short + 1)
+    assert len(tokens) == 1 + 2 * deepest

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import truncation
+from specdec import ops, truncation
 from specdec.config import SamplingParams
 from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
@@ -195,9 +197,46 @@ def test_top_p_keeps_the_smallest_prefix_and_the_lowest_ids_among_equals() -> No
         assert (~truncation.top_p(law, torch.tensor([p])).isneginf())[0].nonzero()[:, 0].tolist() == kept
 
 
+class Called(TorchDispatchMode):
+    """Names of the tensor operations run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cut", [truncation.top_p, truncation.typical_p])
+@pytest.mark.parametrize("backend", ["cpu", "bisection"])
+def test_a_flat_law_is_cut_without_sorting_the_vocabulary(cut: Any, backend: str) -> None:
+    scores, called = torch.randn(2, 49152) * 0.1, Called()
+    with ops.override("mass_cut", backend), called:
+        cut(scores, torch.tensor([0.9, 0.99]))
+    assert "log_softmax" in str(called.names) and not called.names & {"sort", "topk", "argsort"}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 3.0, 50.0])
+@pytest.mark.parametrize("backend", ["cpu", "bisection", "reference"])
+def test_the_cut_is_where_a_float64_running_sum_over_the_sorted_law_reaches_p(spread: float, backend: str) -> None:
+    gen = torch.Generator().manual_seed(3)
+    scores = torch.randn(40, 3000, generator=gen) * spread
+    scores[::3] = (scores[::3] * 16).round() / 16
+    scores[::5, ::7] = -torch.inf
+    p = torch.rand(40, generator=gen)
+    log_p = scores.log_softmax(dim=-1)
+    ids = scores.sort(dim=-1, descending=True, stable=True).indices
+    last = (log_p.gather(-1, ids).double().exp().cumsum(dim=-1) < p.double()[:, None]).sum(dim=-1, keepdim=True)
+    expected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ids, torch.arange(3000) <= last)
+    with ops.override("mass_cut", backend):
+        assert torch.equal(ops.mass_cut(log_p, scores, p), expected)
+
+
 @pytest.mark.parametrize("spread", [0.01, 0.5, 3.0])
-def test_top_p_is_the_same_by_candidates_and_by_full_sort(spread: float) -> None:
-    """Wider than the candidate list, flat and peaked laws together, on a grid so that ties cross the boundary."""
+def test_top_p_keeps_a_prefix_of_the_sorted_law(spread: float) -> None:
+    """Flat and peaked laws together, on a grid so that ties cross the boundary."""
     gen = torch.Generator().manual_seed(3)
     scores = (torch.randn(6, 3000, generator=gen) * spread * 16).round() / 16
     p = torch.tensor([0.05, 0.3, 0.6, 0.9, 0.99, 0.9999])
