@@ -40,9 +40,13 @@ class BoundIndex {
 
  private:
   void append(const py::sequence& tokens, size_t from) {
-    size_t count = py::len(tokens);
-    index.tokens.reserve(count > from + 1024 ? index.tokens.size() + count - from : 0);
-    for (size_t i = from; i < count; i++) index.tokens.push_back(tokens[i].cast<int32_t>());
+    py::object items = py::reinterpret_steal<py::object>(PySequence_Fast(tokens.ptr(), "tokens must be a sequence"));
+    if (!items) throw py::error_already_set();
+    for (Py_ssize_t i = from, count = PySequence_Fast_GET_SIZE(items.ptr()); i < count; i++) {
+      long token = PyLong_AsLong(PySequence_Fast_GET_ITEM(items.ptr(), i));
+      if (token == -1 && PyErr_Occurred()) throw py::error_already_set();
+      index.tokens.push_back((int32_t)token);
+    }
   }
 
   std::optional<py::list> list_;

@@ -13,7 +13,7 @@ namespace specdec {
 
 constexpr int32_t kSeparator = -1;  // between texts of one index: never part of a match, ends every continuation
 
-// Open addressing with linear probing; at most 3/4 full.
+// Open addressing with linear probing; at most 7/8 full.
 class GramMap {
  public:
   struct Entry {
@@ -22,7 +22,7 @@ class GramMap {
   };
 
   void reserve(size_t count) {
-    if (4 * (used_ + count) > 3 * entries_.size()) grow(std::bit_ceil((used_ + count) * 4 / 3 + 1));
+    if (8 * (used_ + count) > 7 * entries_.size()) grow(std::bit_ceil((used_ + count) * 8 / 7 + 1));
   }
   void prefetch(uint64_t key) const { __builtin_prefetch(&entries_[home(key)], 1); }
 
@@ -66,28 +66,27 @@ struct Hit {
 
 class TokenIndex {
  public:
-  explicit TokenIndex(std::vector<int32_t> levels) : levels_(std::move(levels)), maps_(levels_.size()) {}
+  explicit TokenIndex(std::vector<int32_t> levels) : levels_(std::move(levels)), maps_(levels_.size()), previous_(levels_.size()) {}
 
   std::vector<int32_t> tokens;
 
-  // Index the n-grams that end before `end` (<= tokens.size()).
+  // Index the n-grams that end before `end` (<= tokens.size()): level by level, so that one map at a time is in the cache.
   void update(int64_t end) {
-    constexpr int64_t kAhead = 32;  // positions whose map entries are fetched together
-    size_t depth = levels_.size();
-    if (end <= size_) return;
-    for (GramMap& map : maps_) map.reserve(end - size_);
-    if (previous_.capacity() < end * depth) previous_.reserve(std::max<size_t>(end * depth, 2 * previous_.capacity()));
-    keys_.resize(kAhead * depth);
-    for (; size_ < end; ) {
-      int64_t count = std::min(kAhead, end - size_);
-      for (int64_t i = 0; i < count; i++) {
-        size_t known = keys_at(tokens.data(), size_ + i, &keys_[i * depth]);
-        for (size_t l = 0; l < known; l++) maps_[l].prefetch(keys_[i * depth + l]);
+    constexpr int64_t kAhead = 16;  // insertions between fetching a map entry and using it
+    int64_t count = end - size_, done = 0;
+    if (count <= 0) return;
+    keys_.assign(count, 0);
+    for (size_t l = 0; l < levels_.size(); l++) {
+      for (; done < levels_[l]; done++)
+        for (int64_t i = std::max<int64_t>(0, done - size_); i < count; i++) keys_[i] = horner(keys_[i], tokens[size_ + i - done]);
+      maps_[l].reserve(count);
+      previous_[l].resize(end, -1);
+      for (int64_t i = std::max<int64_t>(0, levels_[l] - 1 - size_); i < count; i++) {
+        if (i + kAhead < count) maps_[l].prefetch(keys_[i + kAhead]);
+        previous_[l][size_ + i] = maps_[l].put(keys_[i], (int32_t)(size_ + i));
       }
-      for (int64_t i = 0; i < count; i++, size_++)
-        for (size_t l = 0; l < depth; l++)
-          previous_.push_back(levels_[l] <= size_ + 1 ? maps_[l].put(keys_[i * depth + l], (int32_t)size_) : -1);
     }
+    size_ = end;
   }
 
   // Earlier ends of the last tokens of `context`, longest level first; at most `limit`. Appends to `out`.
@@ -101,7 +100,7 @@ class TokenIndex {
       if (!e) continue;
       int32_t position = oldest_first ? e->oldest : e->newest, next = e->newest;
       for (int links = oldest_first ? -1 : 0; position >= 0 && links < 2 * limit; links++, position = next) {
-        next = links < 0 ? e->newest : previous_[position * levels_.size() + l];
+        next = links < 0 ? e->newest : previous_[l][position];
         if (!seen.add(position)) continue;
         int32_t length = common(context, position, longest);
         if (length < levels_[l]) continue;
@@ -137,13 +136,17 @@ class TokenIndex {
     std::vector<int32_t> slots_;
   };
 
+  static uint64_t horner(uint64_t key, int32_t token) {
+    return (key * 0x9E3779B97F4A7C5u + (uint64_t)(int64_t)token + 1) & ((1ull << 60) - 1);
+  }
+
   // Hashes of the n-grams that end at `position`, Horner from the end backwards; returns how many levels fit.
   size_t keys_at(const int32_t* text, int64_t position, uint64_t* keys) const {
     uint64_t key = 0;
     int64_t done = 0;
     for (size_t l = 0; l < levels_.size(); l++) {
       if (levels_[l] > position + 1) return l;
-      for (; done < levels_[l]; done++) key = (key * 0x9E3779B97F4A7C5u + (uint64_t)(int64_t)text[position - done] + 1) & ((1ull << 60) - 1);
+      for (; done < levels_[l]; done++) key = horner(key, text[position - done]);
       keys[l] = key;
     }
     return levels_.size();
@@ -158,8 +161,8 @@ class TokenIndex {
 
   std::vector<int32_t> levels_;
   std::vector<GramMap> maps_;
-  std::vector<int32_t> previous_;  // [position][level] -> earlier position or -1
-  std::vector<uint64_t> keys_;
+  std::vector<std::vector<int32_t>> previous_;  // [level][position] -> earlier position or -1
+  std::vector<uint64_t> keys_;  // of the positions being indexed
   int64_t size_ = 0;
 };
 

@@ -148,9 +148,8 @@ class LookupDrafter(ABC):
         query = Query(depth, budget.nodes, budget.width, tuple(seq.end_ids), guess)
         draft = Draft([seq.tokens[-1]], [-1], [1.0], [-1])
         if depth > 0:
-            sources = [*([] if state.prediction is None else [state.prediction]), state.own, *self._shared()]
-            compiled = self._compiled
-            draft = self._by_reference(sources, query, seq) if compiled is None else Draft(*compiled(sources, query, self.calibration.rates))
+            predicted = [] if state.prediction is None else [state.prediction]
+            draft = self._search([*predicted, state.own, *self._shared()], query, seq)
         state.draft = draft if len(draft.tokens) > 1 else None
         return draft
 
@@ -162,8 +161,10 @@ class LookupDrafter(ABC):
         state = self._states[seq] = _State(self.new_index(seq.tokens), prediction)
         return state
 
-    def _by_reference(self, sources: list[TokenIndex], query: Query, seq: Sequence) -> Draft:
+    def _search(self, sources: list[TokenIndex], query: Query, seq: Sequence) -> Draft:
         """Occurrences in all sources in order (the prediction's first: it is what the caller expects), then the tree."""
+        if self._compiled is not None:
+            return Draft(*self._compiled(sources, query, self.calibration.rates))
         matches = [Match(LONGEST, list(query.guess[: query.depth]))] if query.guess else []
         for index in sources:
             own = index.tokens is seq.tokens

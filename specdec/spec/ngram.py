@@ -41,9 +41,8 @@ class NgramDrafter(LookupDrafter):
         if use_compiled(compiled):
             search = {"vocab": context.vocab_size, "candidates": CANDIDATES, "longest": LONGEST, "oldest_first": oldest_first}
             draft = partial(extension().draft_ngram, **search, ngram_max=high)
-        super().__init__(
-            "ngram", context, spread_levels(low, high), Calibration(_prior()), candidates=CANDIDATES, compiled=draft, oldest_first=oldest_first
-        )
+        levels, calibration = spread_levels(low, high), Calibration(_prior())
+        super().__init__("ngram", context, levels, calibration, candidates=CANDIDATES, compiled=draft, oldest_first=oldest_first)
         self.ngram_max = high
 
     def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:

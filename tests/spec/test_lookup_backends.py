@@ -117,9 +117,9 @@ def test_the_compiled_index_refuses_what_it_cannot_do():
     index = extension().TokenIndex((2,), [1, 2])
     with pytest.raises(IndexError, match="beyond"):
         index.update(3)
+    drafter, query = NgramDrafter(context()), (3, 4, 1, (), ())
+    assert drafter._compiled is not None
     with pytest.raises(ValueError, match="text of the sequence"):
-        extension().draft_ngram(
-            [], (3, 4, 1, (), ()), NgramDrafter(context()).calibration.rates, vocab=9, candidates=8, longest=32, oldest_first=False, ngram_max=5
-        )
+        drafter._compiled([], query, drafter.calibration.rates)
     with pytest.raises(ValueError, match="rates"):
-        NgramDrafter(context())._compiled([index], (3, 4, 1, (), ()), SuffixDrafter(context()).calibration.rates[:5])
+        drafter._compiled([index], query, drafter.calibration.rates[:5])
