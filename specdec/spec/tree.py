@@ -46,7 +46,9 @@ def tree_from_lists(trees: Seq[HostTree], drafters: Seq[str | None] = ()) -> Dra
     shape = (len(trees), width)
     columns = torch.from_numpy(np.array([tokens, parents, depths], dtype=np.int64).reshape(3, *shape))
     return DraftTree(
-        *columns.unbind(),
+        tokens=columns[0],
+        parents=columns[1],
+        depth=columns[2],
         num_nodes=torch.from_numpy(np.array([len(t) for t, _, _ in trees], dtype=np.int64)),
         score=torch.from_numpy(np.array(scores, dtype=np.float32).reshape(shape)) if scored else None,
         drafters=tuple(drafters) if drafters else (None,) * len(trees),
@@ -141,6 +143,14 @@ def ancestor_words(tree: DraftTree) -> Tensor:
         words = words | words.gather(1, jump)
         jump = jump.gather(1, jump)
     return torch.where(torch.arange(width, device=words.device) < tree.num_nodes[:, None], words, 0)
+
+
+def host_words(parents: Seq[int]) -> list[int]:
+    """The ancestor words of one tree on the host, as signed 64-bit integers. parents: by node, the root's is not read."""
+    words = [1]
+    for node, parent in enumerate(parents[1:], start=1):
+        words.append(words[parent] | (1 << node if node < 63 else -(1 << 63)))
+    return words
 
 
 def check_tree(tree: DraftTree, *, vocab_size: int, duplicates: bool = False) -> None:
