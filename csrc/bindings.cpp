@@ -263,6 +263,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   specdec::bind_decoder_stack(m);
   specdec::bind_lookup(m);
   specdec::bind_tree_walk(m);
+  specdec::bind_memory(m);
   m.def("gumbel_argmax", &gumbel_argmax);
   m.def("gumbel_noise", &noise<false>);
   m.def("philox_uniform", &noise<true>);

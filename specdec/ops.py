@@ -247,7 +247,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, choices: Ten
     return _GUMBEL_ARGMAX(scores, seeds, positions, choices, noisy, purpose)
 
 
-def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> tuple[Tensor, ...]:
+def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> walk_reference.Walked:
     """The path taken in each of the B trees behind the R rows, cut at the first end token or at the length limit.
 
     following [R] i64: the token emitted if the path ends at that row's node. agrees [R] bool: which nodes may be on a path, True for
@@ -255,4 +255,5 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
     committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B], rows [B,D+1], all i64, D = deepest node.
     """
-    return _TREE_WALK(following, agrees, rows, sampling)
+    walked: walk_reference.Walked = _TREE_WALK(following, agrees, rows, sampling)
+    return walked

@@ -39,7 +39,7 @@ class Taken(NamedTuple):
     """The accepted path of each tree. D = deepest node."""
 
     rows: Tensor  # [B, D + 1] i64, row of the path's node at each depth (the root first), 0 beyond the path
-    count: Tensor  # [B] i64, accepted draft nodes
+    drafts: Tensor  # [B] i64, how many draft nodes
     last: Tensor  # [B] i64, row of the path's last node
 
 
@@ -66,7 +66,7 @@ def settle(taken: Taken, final: Tensor, rows: RowInfo, sampling: SamplingState) 
     A token that is both the last allowed and an end token finishes as stopped.
     """
     column = torch.arange(taken.rows.shape[1], device=rows.device)
-    count, slots = taken.count[:, None], rows.slots
+    count, slots = taken.drafts[:, None], rows.slots
     committed = torch.where(column == count, final[:, None], 0)
     if not rows.root_only:
         drafted = torch.nn.functional.pad(rows.token[taken.rows[:, 1:]], (0, 1))
@@ -78,8 +78,8 @@ def settle(taken: Taken, final: Tensor, rows: RowInfo, sampling: SamplingState) 
     none = len(column)
     first = torch.where((ends | full) & (column <= count), column, none).amin(dim=1)
     stopped = ends.gather(1, first.clamp(max=none - 1)[:, None])[:, 0]
-    num_committed = torch.minimum(first, taken.count) + 1
-    num_accepted = torch.minimum(taken.count, num_committed)
+    num_committed = torch.minimum(first, taken.drafts) + 1
+    num_accepted = torch.minimum(taken.drafts, num_committed)
     inside = column[: none - 1] < num_accepted[:, None]
     return (
         torch.where(column < num_committed[:, None], committed, 0),
