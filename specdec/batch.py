@@ -93,15 +93,15 @@ class BatchBuilder:
         max_query = max((b - a for a, b in pairwise(rows.cu)), default=1)
         request_slots = [share.seq.request_slot for share in plan.scheduled]
         used = -(-(max_ctx + max_query) // self.block_size)
-        per_row = self._send(np.array([rows.ids, rows.positions, rows.words], dtype=np.int64).reshape(3, len(rows.ids)))
-        per_sequence = self._send(np.array([rows.ctx, rows.tree_len], dtype=np.int32).reshape(2, len(rows.ctx)))
+        ids, positions, words = self._send(np.array([rows.ids, rows.positions, rows.words], dtype=np.int64)).unbind()
+        ctx_lens, tree_len = self._send(np.array([rows.ctx, rows.tree_len], dtype=np.int32)).unbind()
         return Batch(
-            input_ids=per_row[0],
-            positions=per_row[1],
+            input_ids=ids,
+            positions=positions,
             cu_query=self._send(np.array(rows.cu, dtype=np.int32)),
-            ctx_lens=per_sequence[0],
-            tree_len=per_sequence[1],
-            tree_mask=per_row[2],
+            ctx_lens=ctx_lens,
+            tree_len=tree_len,
+            tree_mask=words,
             block_tables=self._send(np.ascontiguousarray(self._tables[:, request_slots, :used])),
             slot_mapping=self.slots(rows.owner, rows.cells),
             logit_rows=self._send(np.array(rows.logit_rows, dtype=np.int64)),

@@ -44,7 +44,7 @@ def tree_from_lists(trees: Seq[HostTree], drafters: Seq[str | None] = ()) -> Dra
         if scored and tree_scores is not None:
             scores.append([*tree_scores, *pad])
     shape = (len(trees), width)
-    columns = torch.from_numpy(np.array([tokens, parents, depths], dtype=np.int64).reshape(3, *shape))
+    columns = torch.from_numpy(np.array([tokens, parents, depths], dtype=np.int64).reshape(3, *shape)).unbind()
     return DraftTree(
         tokens=columns[0],
         parents=columns[1],
@@ -58,13 +58,8 @@ def tree_from_lists(trees: Seq[HostTree], drafters: Seq[str | None] = ()) -> Dra
 def root_only(tokens: Seq[int]) -> DraftTree:
     """Trees of one node, the newest token of each sequence: plain decoding."""
     count = len(tokens)
-    return DraftTree(
-        tokens=torch.from_numpy(np.array(tokens, dtype=np.int64).reshape(count, 1)),
-        parents=torch.full((count, 1), -1),
-        depth=torch.zeros((count, 1), dtype=torch.int64),
-        num_nodes=torch.ones(count, dtype=torch.int64),
-        drafters=(None,) * count,
-    )
+    columns = torch.from_numpy(np.array([tokens, [-1] * count, [0] * count, [1] * count], dtype=np.int64).reshape(4, count, 1)).unbind()
+    return DraftTree(columns[0], columns[1], columns[2], columns[3].view(count), drafters=(None,) * count)
 
 
 def chain(roots: Seq[int], drafts: Seq[Seq[int]], scores: Seq[Seq[float]] | None = None, drafters: Seq[str | None] = ()) -> DraftTree:
