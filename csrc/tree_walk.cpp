@@ -1,5 +1,5 @@
 // Which path of each draft tree is taken, and where it is cut: kernels/tree_walk/reference.py, one pass over the nodes.
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -85,10 +85,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tree_walk(
   Limits limits = {read<int64_t>(length), read<int64_t>(min_total), read<int64_t>(max_total), read<int64_t>(end_ids), S, end_ids.size(1)};
   int64_t width = 1 + (tokens.numel() > 0 ? *std::max_element(trees.depth, trees.depth + B * N) : 0);
   TORCH_CHECK(width <= std::max<int64_t>(N, 1), "a tree of ", N, " nodes cannot be ", width - 1, " deep");
-  auto table = [&](at::IntArrayRef sizes) { return at::zeros(sizes, tokens.options()); };
-  Tensor committed = table({B, width}), counts = table({3, B}), path = table({B, width - 1}), rows = table({B, width});
-  auto data = [](const Tensor& t) { return static_cast<int64_t*>(t.mutable_data_ptr()); };
-  Verdict verdict = {data(committed), data(counts), data(path), data(counts) + B, data(counts) + 2 * B, data(rows)};
+  std::vector<Tensor> made;  // empty and filled by hand: a step has little other use for the operators that would do it
+  auto table = [&](at::IntArrayRef sizes) {
+    made.push_back(at::empty(sizes, tokens.options()));
+    int64_t* data = static_cast<int64_t*>(made.back().mutable_data_ptr());
+    std::fill_n(data, made.back().numel(), 0);
+    return data;
+  };
+  Verdict verdict{};
+  verdict.committed = table({B, width}), verdict.num_committed = table({B}), verdict.path = table({B, width - 1});
+  verdict.num_accepted = table({B}), verdict.finish = table({B}), verdict.rows = table({B, width});
   std::vector<int64_t> taken(width);
   for (int64_t b = 0; b < B; b++) {
     int64_t nodes = read<int64_t>(num_nodes)[b];
@@ -99,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tree_walk(
     first += nodes;
   }
   TORCH_CHECK(first == R, R, " rows for trees of ", first, " nodes");
-  return {committed, counts[0], path, counts[1], counts[2], rows};
+  return {made[0], made[1], made[2], made[3], made[4], made[5]};
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,6 @@ class Verifier:
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:
     """[R] i64: the target's own token after every node, ties to the lowest id. scores [R, V] f32."""
     if not sampling.samples(rows.request_slots):  # nobody's noise is read, so nobody's key is looked up
-        unused = torch.zeros(rows.num_rows, dtype=torch.int64, device=rows.device)
-        return ops.gumbel_argmax(scores, unused, unused, unused, unused.bool(), rng.TARGET)
+        unused, silent = (torch.from_numpy(np.zeros(rows.num_rows, kind)).to(rows.device) for kind in (np.int64, np.bool_))
+        return ops.gumbel_argmax(scores, unused, unused, unused, silent, rng.TARGET)
     return ops.gumbel_argmax(scores, *sampling.noise(rows), rng.TARGET)
