@@ -1,8 +1,8 @@
-"""Milliseconds of a target pass on the CPU, all layers in one compiled call against op by op.
+"""Milliseconds of a target pass on the CPU: all layers in one compiled call, against op by op or memory in small pages.
 
-    python -m bench.step_cpu [--threads 2] [--context 256] [--repeats 100] [--model smollm2-135m-instruct]
+    python -m bench.step_cpu [--threads 2] [--context 256] [--repeats 100] [--against by_ops small_pages]
 
-A pass = embedding, layers, logits of M rows (a chain) over `context` cached keys in blocks of their own. The two ways alternate call
+A pass = embedding, layers, logits of M rows (a chain) over `context` cached keys in blocks of their own. The ways alternate call
 by call, and the fastest call counts: other work on the machine only ever adds time. cpu_ms: processor time of the cheapest
 call, all threads; waiting threads spin, so it is an upper bound of the work.
 """
@@ -14,6 +14,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -73,6 +76,25 @@ def fastest(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, t
     return best
 
 
+class Pass:
+    """A model with its cache filled up to `context`, in huge pages or in ordinary ones."""
+
+    def __init__(self, name: str, context: int, rows: int, *, huge: bool = True):
+        ordinary = patch("specdec.memory.zeros", lambda shape, dtype, device: torch.zeros(tuple(shape), dtype=dtype, device=device))
+        with nullcontext() if huge else ordinary:
+            self.model = load_model(name).model
+            self.kv = make_cache(self.model, context + rows)
+        for start in range(0, context, CHUNK):
+            self.model.forward(rows_at(self.kv, start, min(CHUNK, context - start), chain=False), self.kv)
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        return self.model.logits(self.model.forward(batch, self.kv)[0])
+
+    def by_ops(self, batch: Batch) -> torch.Tensor:
+        with ops.override("decoder_stack", "reference"):
+            return self(batch)
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,23 +103,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--against", nargs="*", choices=["by_ops", "small_pages"], default=["by_ops"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = load_model(args.model).model
-    kv = make_cache(model, args.context + max(args.rows))
-    for start in range(0, args.context, CHUNK):
-        model.forward(rows_at(kv, start, min(CHUNK, args.context - start), chain=False), kv)
+    one_call = Pass(args.model, args.context, max(args.rows))
+    ways: dict[str, Callable[[Batch], torch.Tensor]] = {"one_call": one_call}
+    if "by_ops" in args.against:
+        ways["by_ops"] = one_call.by_ops
+    if "small_pages" in args.against:
+        ways["small_pages"] = Pass(args.model, args.context, max(args.rows), huge=False)
     for rows in args.rows:
-        batch = rows_at(kv, args.context, rows, chain=rows > 1)
-
-        def one_call(batch: Batch = batch) -> torch.Tensor:
-            return model.logits(model.forward(batch, kv)[0])
-
-        def by_ops() -> torch.Tensor:
-            with ops.override("decoder_stack", "reference"):
-                return one_call()
-
-        times = fastest({"one_call": one_call, "by_ops": by_ops}, args.repeats)
+        batch = rows_at(one_call.kv, args.context, rows, chain=rows > 1)
+        times = fastest({name: partial(way, batch) for name, way in ways.items()}, args.repeats)
         record = {name: {"ms": round(wall, 2), "cpu_ms": round(cpu, 2)} for name, (wall, cpu) in times.items()}
         load = round(os.getloadavg()[0], 1)
         print(json.dumps({"rows": rows, "threads": args.threads, "context": args.context, **record, "load": load}), flush=True)

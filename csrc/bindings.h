@@ -9,6 +9,9 @@ namespace specdec {
 
 const CpuKernels* current_kernels();
 void bind_decoder_stack(pybind11::module_& m);
+void bind_lookup(pybind11::module_& m);
+void bind_tree_walk(pybind11::module_& m);
+void bind_memory(pybind11::module_& m);
 
 void check(const at::Tensor& t, const char* name, at::ScalarType dtype, int64_t dims);
 void check_tiles(const at::Tensor& tiles, int64_t kind, int64_t rows, int64_t cols);

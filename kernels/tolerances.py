@@ -13,6 +13,7 @@ TOLERANCE: dict[str, float] = {
     "tiled_linear": 5e-6,  # order of the sum over K, 24-bit fixed-point activations
     "decoder_stack": 1e-4,  # several layers of all of the above; bits equal those of the single ops of the same variant
     "tiled_embedding": 0.0,  # the same two roundings
+    "tree_walk": 0.0,  # integers
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from specdec.spec.tree import ancestor_words
+from specdec.spec.tree import host_words
 from specdec.types import Batch
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class BatchBuilder:
     """Lays out a step. `tables` [G, max_num_seqs, M] i32 are the scheduler's block tables by request slot, on the host."""
 
     def __init__(self, tables: torch.Tensor, block_size: int, device: torch.device):
-        self.tables = tables
+        self._tables = tables.numpy()  # shares memory
         self.block_size = block_size
         self.device = device
 
@@ -51,7 +52,7 @@ class BatchBuilder:
         """`tree` holds one tree per sampling share of `plan`, in plan order, on the host."""
         rows = _Rows()
         counts = tree.num_nodes.tolist()
-        trees = (tree.tokens.tolist(), tree.depth.tolist(), ancestor_words(tree).tolist()) if max(counts, default=1) > 1 else None
+        trees = (tree.tokens.tolist(), tree.parents.tolist(), tree.depth.tolist()) if max(counts, default=1) > 1 else None
         b = 0
         for share in plan.scheduled:
             nodes = counts[b] if share.samples else 0
@@ -83,47 +84,48 @@ class BatchBuilder:
         rows.close(start - share.rerun, 0, seq.request_slot)
 
     @staticmethod
-    def _tree(rows: _Rows, share: Scheduled, nodes: int, tokens: list[int], depth: list[int], words: list[int]) -> None:
+    def _tree(rows: _Rows, share: Scheduled, nodes: int, tokens: list[int], parents: list[int], depth: list[int]) -> None:
         """A root with drafts below it: node i at position root + depth[i], its KV in cell root + i."""
         root = share.seq.num_computed
         first = len(rows.ids)
         rows.ids.extend(tokens[:nodes])
         rows.positions.extend(root + d for d in depth[:nodes])
         rows.cells.extend(range(root, root + nodes))
-        rows.words.extend(words[:nodes])
+        rows.words.extend(host_words(parents[:nodes]))
         rows.logit_rows.extend(range(first, first + nodes))
         rows.close(root, nodes, share.seq.request_slot)
 
     def _tensors(self, plan: StepPlan, rows: _Rows) -> Batch:
-        cu = np.asarray(rows.cu, dtype=np.int32)
+        """Columns of one kind travel as one array: what a step costs here is the number of small tensors."""
         max_ctx = max(rows.ctx, default=0)
-        lengths = cu[1:] - cu[:-1]
-        request_slots = torch.tensor([s.seq.request_slot for s in plan.scheduled], dtype=torch.long)
-        used = -(-(max_ctx + int(lengths.max(initial=1))) // self.block_size)
-        tables = self.tables[:, :, :used].index_select(1, request_slots)
+        max_query = max((b - a for a, b in pairwise(rows.cu)), default=1)
+        request_slots = [share.seq.request_slot for share in plan.scheduled]
+        used = -(-(max_ctx + max_query) // self.block_size)
+        ids, positions, words = self._send(np.array([rows.ids, rows.positions, rows.words], dtype=np.int64)).unbind()
+        ctx_lens, tree_len = self._send(np.array([rows.ctx, rows.tree_len], dtype=np.int32)).unbind()
         return Batch(
-            input_ids=self._long(rows.ids),
-            positions=self._long(rows.positions),
-            cu_query=torch.from_numpy(cu).to(self.device),
-            ctx_lens=torch.tensor(rows.ctx, dtype=torch.int32).to(self.device),
-            tree_len=torch.tensor(rows.tree_len, dtype=torch.int32).to(self.device),
-            tree_mask=self._long(rows.words),
-            block_tables=tables.to(self.device),
+            input_ids=ids,
+            positions=positions,
+            cu_query=self._send(np.array(rows.cu, dtype=np.int32)),
+            ctx_lens=ctx_lens,
+            tree_len=tree_len,
+            tree_mask=words,
+            block_tables=self._send(np.ascontiguousarray(self._tables[:, request_slots, :used])),
             slot_mapping=self.slots(rows.owner, rows.cells),
-            logit_rows=self._long(rows.logit_rows),
-            prompt_rows=self._long(rows.prompt_rows) if rows.prompt_rows else None,
+            logit_rows=self._send(np.array(rows.logit_rows, dtype=np.int64)),
+            prompt_rows=self._send(np.array(rows.prompt_rows, dtype=np.int64)) if rows.prompt_rows else None,
             max_ctx=max_ctx,
         )
 
     def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:
         """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
-        places = np.asarray(cells, dtype=np.int64)
+        places = np.array(cells, dtype=np.int64)
         block, offset = np.divmod(places, self.block_size)
-        blocks = self.tables.numpy()[:, np.asarray(request_slots, dtype=np.int64), block]
+        blocks = self._tables[:, np.array(request_slots, dtype=np.int64), block]
         # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
         slots = np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset
         slots[:, places < 0] = -1
-        return torch.from_numpy(slots).to(self.device)
+        return self._send(slots)
 
-    def _long(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long).to(self.device)
+    def _send(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)

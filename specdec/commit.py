@@ -32,7 +32,7 @@ def compaction(shares: tuple[Scheduled, ...], verdict: Verdict) -> Moves:
 def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:
     """Statistics of a step that ran and is not committed yet."""
     shares = plan.sampling
-    rows = plan.num_rows - len(shares) + int(tree.num_nodes.sum())
+    rows = plan.num_rows - len(shares) + sum(tree.num_nodes.tolist())
     return StepStats(
         step, len(plan.scheduled), rows, len(shares), context=sum(s.seq.num_computed for s in shares), preempted=len(plan.preempted)
     )

@@ -143,8 +143,9 @@ class Engine:
         if not by_drafter:
             return root_only([s.seq.tokens[-1] for s in shares])
         drafting = {i for own in by_drafter.values() for i in own}
-        orders = [[i for i in range(len(shares)) if i not in drafting]]
-        parts = [root_only([shares[i].seq.tokens[-1] for i in orders[0]])]
+        plain = [i for i in range(len(shares)) if i not in drafting]
+        orders = [plain] if plain else []
+        parts = [root_only([shares[i].seq.tokens[-1] for i in plain])] if plain else []
         for name, own in by_drafter.items():
             begin = time.perf_counter()
             parts.append(self.proposers[name].propose(tuple(shares[i] for i in own), self.sampling))

@@ -29,9 +29,12 @@ from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
+from specdec.kernels.tree_walk import reference as walk_reference
 
 if TYPE_CHECKING:
     from specdec.layers.decoder import DecoderStack
+    from specdec.rows import RowInfo
+    from specdec.sampling import SamplingState
     from specdec.types import Batch
 
 TABLE = Registry()
@@ -50,9 +53,9 @@ def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
         module = import_module("specdec._C")
     except ImportError as err:
         return {}, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
-    linear, stack = (import_module(f"specdec.kernels.{op}.cpu") for op in ("linear", "decoder_stack"))
+    linear, stack, walk = (import_module(f"specdec.kernels.{op}.cpu") for op in ("linear", "decoder_stack", "tree_walk"))
     bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding}
-    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare}
+    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare, "tree_walk": walk.tree_walk}
     return {**vars(module), **bridges}, None
 
 
@@ -115,6 +118,8 @@ _PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, No
 _MASS_CUT = _register("mass_cut", cut_reference.mass_cut, _first_not_f32, Backend("bisection", cut_bisection.mass_cut))
 _TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
 _TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
+
+_TREE_WALK = _register("tree_walk", walk_reference.tree_walk, None)
 
 _TREE_ATTENTION = _register(
     "tree_attention",
@@ -280,3 +285,15 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, choices: Ten
 def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     """The fewest best-ranked tokens whose mass reaches p, equals by rising id. log_p, rank [R,V] f32, p [R] f32 -> kept [R,V] bool."""
     return _MASS_CUT(log_p, rank, p)
+
+
+def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> walk_reference.Walked:
+    """The path taken in each of the B trees behind the R rows, cut at the first end token or at the length limit.
+
+    following [R] i64: the token emitted if the path ends at that row's node. agrees [R] bool: which nodes may be on a path, True for
+    roots, for at most one child of any node; None = those that draft what follows their parent. A token that is
+    both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
+    committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B], rows [B,D+1], all i64, D = deepest node.
+    """
+    walked: walk_reference.Walked = _TREE_WALK(following, agrees, rows, sampling)
+    return walked

@@ -17,6 +17,7 @@ RANKS = {
     "config": 1,
     "types": 1,
     "ops": 1,
+    "memory": 1,
     "quant": 2,
     "layers": 3,
     "cache": 4,

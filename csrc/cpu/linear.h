@@ -24,30 +24,30 @@ template <> struct Format<Q4_0> { static constexpr int bytes = 288, zero = 8; };
 template <> struct Format<Q4_1> { static constexpr int bytes = 320, zero = 0; };
 template <> struct Format<Q8_0> { static constexpr int bytes = 544, zero = 128; };
 
-SPECDEC_INLINE int byte_sum(const int8_t* p) {
-  int total = 0;
-  for (int i = 0; i < 32; i++) total += p[i];
-  return total;
-}
-
 SPECDEC_INLINE void to_digits(const float* x, Digits* out, int zero) {
   Float16 part[2] = {load(x), load(x + 16)};
   float top = largest(max(magnitude(part[0]), magnitude(part[1])));
-  bool finite = top < __builtin_inff() && sum(sub(part[0], part[0])) == 0.0f && sum(sub(part[1], part[1])) == 0.0f;
+  bool finite = top < __builtin_inff() && sum(add(sub(part[0], part[0]), sub(part[1], part[1]))) == 0.0f;
   out->scale = finite ? top / kLevels : __builtin_nanf("");  // NaN or infinity in: NaN out, for this row only
   Float16 inverse = all(finite && top > 1e-30f ? kLevels / top : 0.0f);
+  Int16 total[3] = {all_int(0), all_int(0), all_int(0)};
   for (int h = 0; h < 2; h++) {
     Int16 value = to_int(finite ? mul(part[h], inverse) : all(0.0f));
     Int16 low = right<24>(left<24>(value));
     Int16 rest = right<8>(sub(value, low));
     Int16 middle = right<24>(left<24>(rest));
-    store_low_bytes(out->digit[0] + 16 * h, right<8>(sub(rest, middle)));
-    store_low_bytes(out->digit[1] + 16 * h, middle);
-    store_low_bytes(out->digit[2] + 16 * h, low);
+    Int16 digit[3] = {right<8>(sub(rest, middle)), middle, low};
+    for (int d = 0; d < 3; d++) {
+      store_low_bytes(out->digit[d] + 16 * h, digit[d]);
+      total[d] = add(total[d], digit[d]);
+    }
   }
-  int sums[3] = {byte_sum(out->digit[0]), byte_sum(out->digit[1]), byte_sum(out->digit[2])};
+  int sums[3];
+  for (int d = 0; d < 3; d++) {
+    sums[d] = (int)sum(to_float(total[d]));  // at most 4096: exact
+    out->offset[d] = -zero * sums[d];
+  }
   out->total = __builtin_fmaf((float)sums[0], 65536.0f, (float)(sums[1] * 256 + sums[2]));
-  for (int d = 0; d < 3; d++) out->offset[d] = -zero * sums[d];
 }
 
 template <int kind> SPECDEC_INLINE void unpack(const uint8_t* block, Bytes64 w[8]) {

@@ -48,13 +48,21 @@ static uint32_t word_of(const NoiseKey& key, int64_t row, int64_t id) {
   return words.w[id & 3][0];
 }
 
+// The first of the highest scores: which stretch holds it, then where in the stretch.
 static int64_t plain_argmax(const float* score, int64_t V) {
-  Float16 top = all(-__builtin_inff());
-  int64_t v = 0;
-  for (; v + 16 <= V; v += 16) top = max(load(score + v), top);
-  float best = largest(top);
-  for (; v < V; v++) best = score[v] > best ? score[v] : best;
-  for (v = 0; v < V; v++) if (score[v] == best) return v;
+  constexpr int64_t kStretch = 1024;
+  float best = -__builtin_inff();
+  int64_t stretch = -1;
+  for (int64_t start = 0; start < V; start += kStretch) {
+    int64_t end = start + kStretch < V ? start + kStretch : V, v = start;
+    Float16 top[4] = {all(-__builtin_inff()), all(-__builtin_inff()), all(-__builtin_inff()), all(-__builtin_inff())};
+    for (; v + 64 <= end; v += 64)
+      for (int i = 0; i < 4; i++) top[i] = max(load(score + v + 16 * i), top[i]);
+    float here = largest(max(max(top[0], top[1]), max(top[2], top[3])));
+    for (; v < end; v++) here = score[v] > here ? score[v] : here;
+    if (stretch < 0 || here > best) best = here, stretch = start;
+  }
+  for (int64_t v = stretch; v < V; v++) if (score[v] == best) return v;
   return 0;  // nothing but NaN
 }
 

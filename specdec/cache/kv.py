@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from specdec import ops
+from specdec import memory, ops
 from specdec.cache.pool import BlockPool
 from specdec.errors import ConfigError
 from specdec.types import KVGroup
@@ -22,7 +22,7 @@ class _Store:
     written must not hold a NaN, which would survive the multiplication with a masked weight of 0."""
 
     def __init__(self, num_layers: int, layer_shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
-        self.data = torch.zeros((num_layers, 2, *layer_shape), dtype=dtype, device=device)
+        self.data = memory.zeros((num_layers, 2, *layer_shape), dtype, device)
         self.keys = [self.data[i, 0] for i in range(num_layers)]
         self.values = [self.data[i, 1] for i in range(num_layers)]
 

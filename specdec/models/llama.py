@@ -17,6 +17,7 @@ from specdec.layers.rotary import Rotary
 from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
 from specdec.models.weights import Weights, check_all_used
+from specdec.quant.tiled import gather
 from specdec.types import Batch
 
 
@@ -32,8 +33,11 @@ class LlamaModel:
         build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
-        self.stack = DecoderStack([build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)], build.norm("model.norm"))
+        layers = [build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
+        linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]
+        gather(dict.fromkeys([*(linear.method for linear in linears), self.lm_head.method, self.embedding.method]))
+        self.stack = DecoderStack(layers, build.norm("model.norm"))
         check_all_used(weights, build.used, tied=config.tied)
 
     def forward(self, batch: Batch, kv: KVStore, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from specdec import ops
+from specdec import memory, ops
 from specdec.kernels.linear.tiles import TiledWeight, unpack
 
 
@@ -34,3 +37,23 @@ class Tiled:
     def dequantize(self) -> Tensor:
         """float32 [N,K]."""
         return torch.cat([unpack(p) for p in self.parts])
+
+
+def gather(methods: Iterable[object]) -> None:
+    """Move the weights of the tiled ones among `methods` into one allocation in huge pages, in this order.
+
+    Before anybody keeps a pointer to them. Old storage is freed one by one, so there is little more than one copy at any time.
+    """
+    tiled = [method for method in methods if isinstance(method, Tiled)]
+    arena = memory.zeros([sum(_room(p.data) for m in tiled for p in m.parts)], torch.uint8, torch.device("cpu"))
+    start = 0
+    for method in tiled:
+        for i, part in enumerate(method.parts):
+            data = arena[start : start + part.data.nbytes].view(part.data.dtype).view(part.data.shape)
+            method.parts[i] = replace(part, data=data.copy_(part.data))
+            start += _room(data)
+
+
+def _room(data: Tensor) -> int:
+    """Bytes in the arena: whole cache lines."""
+    return -(-data.nbytes // 64) * 64

@@ -95,7 +95,7 @@ class DraftModel:
         for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
             trie = self._tries.pop(share.seq, None)
             if trie is not None and kept and not done:
-                trie.learn(kept, self._calibration)
+                trie.draft().learn(kept, self._calibration)
 
     def reset(self, seq: Sequence) -> None:
         """Forget the sequence; its draft KV stays in the blocks that the prefix cache keeps."""

@@ -4,6 +4,9 @@ For a few lengths n ("levels") a hash map holds the newest position at which eac
 the previous one with the same n-gram, as in an LZ77 matcher. A token costs one map operation per level, whatever the length
 of the text; long stretches (a prompt, a corpus) are indexed at once with sorted numpy keys. Hash collisions cost time only:
 every match is confirmed token by token.
+
+This is the reference; `specdec._C.TokenIndex` (csrc/include/token_index.h) is the same class, compiled, without `keep_first`:
+it always remembers the oldest occurrence.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ class TokenIndex:
         self._newest: list[dict[int, int]] = [{} for _ in self.levels]
         self._oldest: list[dict[int, int]] | None = [{} for _ in self.levels] if keep_first else None
         self._previous = [array("i") for _ in self.levels]  # [level][position] -> earlier position or -1
+
+    def __len__(self) -> int:
+        """Number of tokens, separators included."""
+        return len(self.tokens)
 
     def extend(self, tokens: Seq[int], *, separate: bool = False) -> None:
         """Append to the index's own list and index it; `separate` puts a boundary before the new text."""

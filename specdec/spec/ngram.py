@@ -6,16 +6,14 @@ width 1 the draft is a chain; wider budgets merge several distinct continuations
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 from specdec.spec.index import spread_levels
-from specdec.spec.lookup import LookupDrafter, Match, read_corpus
+from specdec.spec.lookup import LONGEST, LookupDrafter, Match, Query, extension, use_compiled
 from specdec.spec.proposer import DrafterContext, register
 from specdec.spec.trie import DEPTH_BUCKETS, MATCH_BUCKETS, Calibration, DraftTrie, depth_bucket, match_bucket
 
-if TYPE_CHECKING:
-    from specdec.sequence import Sequence
-
+CANDIDATES = 8
 RANKS = 3  # first, second, any later child of a node
 _PRIOR = (0.35, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # by match bucket, first child
 
@@ -35,25 +33,19 @@ def _prior() -> list[float]:
 
 
 class NgramDrafter(LookupDrafter):
-    """See the module. `ngram_max`: matches longer than this are equals."""
+    """See the module. `ngram_max`: matches longer than this are equals. compiled: None = where the extension is usable."""
 
-    __slots__ = ("ngram_max",)
+    def __init__(self, context: DrafterContext, *, oldest_first: bool = False, compiled: bool | None = None):
+        low, high = context.config.ngram_min, context.config.ngram_max
+        draft = None
+        if use_compiled(compiled):
+            search = {"vocab": context.vocab_size, "candidates": CANDIDATES, "longest": LONGEST, "oldest_first": oldest_first}
+            draft = partial(extension().draft_ngram, **search, ngram_max=high)
+        levels, calibration = spread_levels(low, high), Calibration(_prior())
+        super().__init__("ngram", context, levels, calibration, candidates=CANDIDATES, compiled=draft, oldest_first=oldest_first)
+        self.ngram_max = high
 
-    def __init__(self, context: DrafterContext, *, oldest_first: bool = False):
-        config = context.config
-        levels = spread_levels(config.ngram_min, config.ngram_max)
-        super().__init__(
-            name="ngram",
-            vocab_size=context.vocab_size,
-            levels=levels,
-            calibration=Calibration(_prior()),
-            candidates=8,
-            corpus=read_corpus(context, levels),
-            oldest_first=oldest_first,
-        )
-        self.ngram_max = config.ngram_max
-
-    def _grow(self, trie: DraftTrie, matches: list[Match], depth: int, seq: Sequence) -> None:
+    def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:
         rates = self.calibration.rates
         for length, continuation in sorted(matches, key=lambda m: -min(m.length, self.ngram_max)):
             node = 0
@@ -67,7 +59,7 @@ class NgramDrafter(LookupDrafter):
                     if known is None:
                         break
                 node = known
-                if token in seq.end_ids:
+                if token in query.end_ids:
                     break
             if trie.width == 1 and len(trie.tokens) > 1:
                 return

@@ -11,10 +11,12 @@ the counts in a suffix tree.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specdec.spec.index import TokenIndex
-from specdec.spec.lookup import LookupDrafter, Match, read_corpus
+from specdec.spec.lookup import LONGEST, LookupDrafter, Match, Query, extension, use_compiled
 from specdec.spec.proposer import DrafterContext, register
 from specdec.spec.trie import MATCH_BUCKETS, Calibration, DraftTrie, match_bucket
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 LEVELS = (2, 3, 5, 8, 14, 24)
+CANDIDATES = 16
 LENGTH_FACTOR, LENGTH_BONUS = 2, 2  # longest draft = factor · matched length + bonus
 MIN_SCORE = 0.05  # of a node; less likely branches are not grown
 MEMORY_TOKENS = 1 << 17  # per generation of the memory of past outputs
@@ -50,39 +53,36 @@ def _prior() -> list[float]:
 
 
 class PastOutputs:
-    """What finished sequences wrote, in two generations: the old one is dropped when the young one is full."""
+    """What finished sequences wrote, in two generations: the old one is dropped when the young one is full.
 
-    __slots__ = ("_capacity", "_old", "_young")
+    new_index: makes an empty index. capacity: tokens of a generation.
+    """
 
-    def __init__(self, capacity: int = MEMORY_TOKENS):
+    def __init__(self, new_index: Callable[[], TokenIndex], capacity: int = MEMORY_TOKENS):
+        self._new_index = new_index
         self._capacity = capacity
-        self._young, self._old = TokenIndex(LEVELS), TokenIndex(LEVELS)
+        self._young, self._old = new_index(), new_index()
 
     def add(self, tokens: list[int]) -> None:
         """Remember one output; at most twice `capacity` tokens are kept."""
-        if len(self._young.tokens) + len(tokens) > self._capacity and self._young.tokens:
-            self._old, self._young = self._young, TokenIndex(LEVELS)
+        if len(self._young) + len(tokens) > self._capacity and len(self._young):
+            self._old, self._young = self._young, self._new_index()
         self._young.extend(tokens[-self._capacity :], separate=True)
 
     def indexes(self) -> list[TokenIndex]:
-        return [index for index in (self._young, self._old) if index.tokens]
+        return [index for index in (self._young, self._old) if len(index)]
 
 
 class SuffixDrafter(LookupDrafter):
-    """See the module. `past`: memory shared by all sequences of the engine."""
+    """See the module. `past`: memory shared by all sequences of the engine. compiled: None = where the extension is usable."""
 
-    __slots__ = ("past",)
-
-    def __init__(self, context: DrafterContext, *, memory_tokens: int = MEMORY_TOKENS):
-        super().__init__(
-            name="suffix",
-            vocab_size=context.vocab_size,
-            levels=LEVELS,
-            calibration=Calibration(_prior()),
-            candidates=16,
-            corpus=read_corpus(context, LEVELS),
-        )
-        self.past = PastOutputs(memory_tokens)
+    def __init__(self, context: DrafterContext, *, memory_tokens: int = MEMORY_TOKENS, compiled: bool | None = None):
+        draft = None
+        if use_compiled(compiled):
+            search = {"vocab": context.vocab_size, "candidates": CANDIDATES, "longest": LONGEST}
+            draft = partial(extension().draft_suffix, **search, factor=LENGTH_FACTOR, bonus=LENGTH_BONUS, floor=MIN_SCORE)
+        super().__init__("suffix", context, LEVELS, Calibration(_prior()), candidates=CANDIDATES, compiled=draft)
+        self.past = PastOutputs(self.new_index, memory_tokens)
 
     def reset(self, seq: Sequence) -> None:
         """Forget the index of a sequence; what a finished one wrote goes into the memory of past outputs."""
@@ -93,18 +93,17 @@ class SuffixDrafter(LookupDrafter):
     def _shared(self) -> list[TokenIndex]:
         return self.past.indexes() + LookupDrafter._shared(self)
 
-    def _grow(self, trie: DraftTrie, matches: list[Match], depth: int, seq: Sequence) -> None:
+    def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:
         """Vote level by level, best branch first, from the matches at least half as long as the longest."""
         if not matches:
             return
         longest = max(m.length for m in matches)
         voters = [m for m in matches if 2 * m.length >= longest]
-        depth = min(depth, LENGTH_FACTOR * longest + LENGTH_BONUS)
-        self._vote(trie, 0, voters, depth, seq)
+        self._vote(trie, voters, min(query.depth, LENGTH_FACTOR * longest + LENGTH_BONUS), query.end_ids)
 
-    def _vote(self, trie: DraftTrie, start: int, voters: list[Match], depth: int, seq: Sequence) -> None:
+    def _vote(self, trie: DraftTrie, voters: list[Match], depth: int, end_ids: tuple[int, ...]) -> None:
         rates = self.calibration.rates
-        open_nodes = [(start, voters)]
+        open_nodes = [(0, voters)]
         while open_nodes:
             node, agreeing = open_nodes.pop()
             at = trie.depths[node]
@@ -119,7 +118,7 @@ class SuffixDrafter(LookupDrafter):
                 if not self._usable(token) or trie.scores[node] * rates[cell] < MIN_SCORE:
                     continue
                 child = trie.add(node, token, cell, rates[cell])
-                if child is not None and token not in seq.end_ids:
+                if child is not None and token not in end_ids:
                     grown.append((child, [m for m in heard if m.continuation[at] == token]))
             open_nodes += reversed(grown)
 

@@ -7,8 +7,10 @@ their parent is. The product along a path is the node's score.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from specdec.types import DraftTree, Verdict
 
@@ -38,7 +40,7 @@ class Calibration:
         self._hits = [p * weight for p in prior]
         self._trials = [weight] * len(self._hits)
         self._horizon = horizon
-        self.rates = list(prior)  # [cell], read by the drafters
+        self.rates = array("d", prior)  # [cell], read by the drafters, compiled ones through the buffer
 
     def record(self, cell: int, accepted: bool) -> None:
         """One trial: a node of this cell whose parent was accepted."""
@@ -113,17 +115,31 @@ class DraftTrie:
             new.children[parent][self.tokens[old]] = number[old]
         return new
 
+    def draft(self) -> Draft:
+        """What remains of the tree once it is grown."""
+        return Draft(self.tokens, self.parents, self.scores, self.cells)
+
+
+class Draft(NamedTuple):
+    """A grown tree, lists by node (root first): tokens, parents (root's is -1), cumulative scores, cells (root's is -1)."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    cells: list[int]
+
     def learn(self, kept: Iterable[tuple[int, int, bool]], calibration: Calibration) -> None:
         """Record the trials in a verified subset of this tree: (parent, token, accepted) per node, in tree order.
 
         `kept` numbers parents as the verified tree does; nodes are recognised by their path, since siblings are distinct.
         """
+        number = {edge: i for i, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
         mine, accepted_nodes = [0], [True]
         for parent, token, accepted in kept:
-            node = self.children[mine[parent]].get(token) if mine[parent] >= 0 else None
-            mine.append(-1 if node is None else node)
+            node = number.get((mine[parent], token), -1) if mine[parent] >= 0 else -1
+            mine.append(node)
             accepted_nodes.append(accepted)
-            if node is not None and accepted_nodes[parent]:
+            if node > 0 and accepted_nodes[parent]:
                 calibration.record(self.cells[node], accepted)
 
 

@@ -8,9 +8,7 @@ position. Walk from the root: while a child of the node drafts x, descend; emit 
   ones it would have emitted; the drafts decided only which rows were there. Nothing is assumed about how they were found: they
   may even have read the same noise. That x ~ softmax(scores) is the Gumbel-max identity.
 
-  *The walk without walking.* A draft node agrees if its token is its parent's x. Siblings are distinct, so at most one child
-  of a node agrees, and the nodes whose whole path agrees form one path: the walk's. log2(depth) rounds of pointer doubling
-  find them for all trees at once, with no host synchronisation.
+The walk itself, and where an end token or a limit cuts it, is `ops.tree_walk`.
 
 Rejection and block verification are in `rejection.py`. Synthetic forces acceptance at given rates, for benchmarks of the
 machinery only: its text is not the target's.
@@ -19,8 +17,9 @@ machinery only: its text is not the target's.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +31,6 @@ from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.spec import rejection
 from specdec.types import DraftTree, Scheduled, Verdict
-
-RUNNING, STOPPED, LENGTH = 0, 1, 2  # codes of Verdict.finish
 
 
 class Verifier:
@@ -70,15 +67,13 @@ class Verifier:
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
         scores = sampling.process(logits, rows, token_mask)
         if self.mode in ("coupled", "synthetic"):
-            chosen = choose(scores, rows, sampling)
-            agrees = self._forced(rows, sampling) if self.mode == "synthetic" else agreement(chosen, rows)
-            taken = taken_rows(agrees, rows)
-            final = chosen[taken.last]
+            following = choose(scores, rows, sampling)
+            agrees = self._forced(rows, sampling) if self.mode == "synthetic" else None
         else:
             walk = rejection.block if self.mode == "block" else rejection.rejection
-            accepted, final = walk(scores, rows, sampling)
-            taken = taken_rows(accepted, rows)
-        verdict = settle(taken, final, rows, sampling)
+            agrees, final = walk(scores, rows, sampling)
+            following = final[rows.seq]
+        verdict = Verdict(*ops.tree_walk(following, agrees, rows, sampling))
         logprobs = token_logprobs(logits, scores, verdict, [share.seq.params for share in shares])
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
 
@@ -95,68 +90,7 @@ class Verifier:
 
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:
     """[R] i64: the target's own token after every node, ties to the lowest id. scores [R, V] f32."""
+    if not sampling.samples(rows.request_slots):  # nobody's noise is read, so nobody's key is looked up
+        unused, silent = (torch.from_numpy(np.zeros(rows.num_rows, kind)).to(rows.device) for kind in (np.int64, np.bool_))
+        return ops.gumbel_argmax(scores, unused, unused, unused, silent, rng.TARGET)
     return ops.gumbel_argmax(scores, *sampling.noise(rows), rng.TARGET)
-
-
-def agreement(chosen: Tensor, rows: RowInfo) -> Tensor:
-    """[R] bool: the node drafts the token that the target chooses after its parent; True for roots. chosen [R] i64."""
-    if rows.root_only:
-        return torch.ones(rows.num_rows, dtype=torch.bool, device=rows.device)
-    return (rows.node == 0) | (chosen[rows.parent] == rows.token)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """The accepted path of each tree. D = deepest node."""
-
-    rows: Tensor  # [B, D + 1] i64, row of the path's node at each depth (the root first), 0 beyond the path
-    count: Tensor  # [B] i64, accepted draft nodes
-    last: Tensor  # [B] i64, row of the path's last node
-
-
-def taken_rows(agrees: Tensor, rows: RowInfo) -> Taken:
-    """Nodes whose whole path agrees, by depth. agrees [R] bool, True for roots, for at most one child of any node."""
-    if rows.root_only:
-        roots = torch.arange(rows.num_rows, device=rows.device)
-        return Taken(roots[:, None], torch.zeros_like(roots), roots)
-    jump, deepest = rows.parent, rows.max_depth
-    for _ in range(deepest.bit_length()):
-        agrees = agrees & agrees[jump]
-        jump = jump[jump]
-    table = torch.zeros((len(rows.counts), deepest + 2), dtype=torch.int64, device=rows.device)
-    column = torch.where(agrees, rows.depth, deepest + 1)  # the last column collects what is not on the path
-    table[rows.seq, column] = torch.arange(rows.num_rows, device=rows.device)
-    reached = torch.zeros(len(rows.counts), dtype=torch.int64, device=rows.device).index_add_(0, rows.seq, agrees.long())
-    count = reached - 1
-    return Taken(table[:, :-1], count, table.gather(1, count[:, None])[:, 0])
-
-
-def settle(taken: Taken, final: Tensor, rows: RowInfo, sampling: SamplingState) -> Verdict:
-    """Accepted tokens and the final one ([B] i64), cut at the first end token or at the length limit.
-
-    A token that is both the last allowed and an end token finishes as stopped.
-    """
-    column = torch.arange(taken.rows.shape[1], device=rows.device)
-    count, slots = taken.count[:, None], rows.slots
-    committed = torch.where(column == count, final[:, None], 0)
-    if not rows.root_only:
-        drafted = torch.nn.functional.pad(rows.token[taken.rows[:, 1:]], (0, 1))
-        committed = torch.where(column < count, drafted, committed)
-    position = sampling.length[slots][:, None] + column
-    ends = (committed[:, :, None] == sampling.end_ids[slots][:, None, :]).any(dim=-1)
-    ends &= position >= sampling.min_total[slots][:, None]
-    full = position + 1 >= sampling.max_total[slots][:, None]
-    none = len(column)
-    first = torch.where((ends | full) & (column <= count), column, none).amin(dim=1)
-    stopped = ends.gather(1, first.clamp(max=none - 1)[:, None])[:, 0]
-    num_committed = torch.minimum(first, taken.count) + 1
-    num_accepted = torch.minimum(taken.count, num_committed)
-    inside = column[: none - 1] < num_accepted[:, None]
-    return Verdict(
-        committed=torch.where(column < num_committed[:, None], committed, 0),
-        num_committed=num_committed,
-        path=torch.where(inside, rows.node[taken.rows[:, 1:]], 0),
-        num_accepted=num_accepted,
-        finish=torch.where(first == none, RUNNING, torch.where(stopped, STOPPED, LENGTH)),
-        rows=taken.rows,
-    )

@@ -14,8 +14,9 @@ from specdec.kernels.cases import CASES, Case
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.registry import Backend
 from tests.kernels.stack_cases import stack_cases
+from tests.kernels.walk_cases import walk_cases
 
-ALL_CASES = {**CASES, "decoder_stack": stack_cases}
+ALL_CASES = {**CASES, "decoder_stack": stack_cases, "tree_walk": walk_cases}
 
 
 def variants() -> list[str]:

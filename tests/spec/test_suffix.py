@@ -88,7 +88,7 @@ def test_past_outputs_help_a_new_sequence():
 
 
 def test_memory_is_bounded_first_in_first_out():
-    past = PastOutputs(capacity=100)
+    past = PastOutputs(SuffixDrafter(context()).new_index, capacity=100)
     for i in range(50):
         past.add([1000 + i] * 9)
         assert sum(len(index.tokens) for index in past.indexes()) <= 2 * 110

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import SpecdecError
-from specdec.spec.tree import HostTree, ancestor_words, chain, check_tree, merge, root_only, tree_from_lists, trim
+from specdec.spec.tree import HostTree, ancestor_words, chain, check_tree, host_words, merge, root_only, tree_from_lists, trim
 from specdec.types import DraftTree
 from tests.spec.trees import host_trees, long_tensor, path_to
 
@@ -41,6 +41,8 @@ def test_words_of_the_64_deep_chain_and_the_63_leaf_star() -> None:
     for i in range(64):
         assert _bits(int(ancestor_words(deep)[0, i])) == list(range(i + 1))
         assert _bits(int(ancestor_words(star)[0, i])) == ([0] if i == 0 else [0, i])
+    for tree in (deep, star):
+        assert host_words(tree.parents[0].tolist()) == ancestor_words(tree)[0].tolist()
     assert int(ancestor_words(deep)[0, 63]) == -1
     assert int(ancestor_words(star)[0, 63]) == -(2**63) + 1
 

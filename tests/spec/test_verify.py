@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import rng
+from specdec import ops, rng
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.kernels.noise import reference as noise
@@ -18,7 +18,8 @@ from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.tree import HostTree, chain, tree_from_lists
-from specdec.spec.verify import Verifier, agreement, choose, settle, taken_rows
+from specdec.spec.verify import Verifier, choose
+from specdec.types import Verdict
 from tests.spec.test_sampling import BAD_WORDS, VOCAB, sampling_params
 from tests.spec.toy import decode, new_sequence, root_drafts, toy_logits, toy_step
 from tests.spec.trees import host_trees, path_to, walk
@@ -117,7 +118,8 @@ def test_verdict_equals_the_python_walk(trees: list[HostTree], salt: int) -> Non
 @pytest.mark.parametrize("host", [chain([1], [[i % 5 for i in range(63)]]), tree_from_lists([([1, *range(63)], [-1] + [0] * 63, None)])])
 def test_full_trees_of_64(host: object) -> None:
     """The 64-deep chain and the 63-leaf star: every possible accepted prefix, every possible leaf."""
-    rows = RowInfo(host, [0], CPU)
+    rows, sampling = RowInfo(host, [0], CPU), SamplingState(1, 64)
+    sampling.add(new_sequence(0, [1], SamplingParams(temperature=0, max_tokens=99)))
     deepest = int(host.depth.max())
     for keep in range(64):
         agrees = torch.zeros(64, dtype=torch.bool)
@@ -126,9 +128,9 @@ def test_full_trees_of_64(host: object) -> None:
             agrees[: keep + 1] = True
         elif keep:
             agrees[keep] = True
-        taken = taken_rows(agrees, rows)
-        assert int(taken.count) == (keep if deepest == 63 else min(keep, 1))
-        assert int(taken.last) == keep
+        committed, count, _, accepted, _, taken = ops.tree_walk(torch.arange(64), agrees, rows, sampling)
+        assert int(accepted) == (keep if deepest == 63 else min(keep, 1))
+        assert int(taken[0, accepted]) == keep and int(committed[0, count - 1]) == keep
 
 
 def test_batch_composition_changes_nothing() -> None:
@@ -163,8 +165,7 @@ def test_coupled_joint_law_of_two_tokens_by_chi_square() -> None:
     tables = torch.stack([toy_logits([1, *p], vocab) for p in ([], [0], [2], [0, 3])]) / params.temperature
     rows = RowInfo(tree_from_lists(trees), list(range(count)), CPU)
     chosen = choose(tables.repeat(count, 1), rows, sampling)
-    taken = taken_rows(agreement(chosen, rows), rows)
-    verdict = settle(taken, chosen[taken.last], rows, sampling)
+    verdict = Verdict(*ops.tree_walk(chosen, None, rows, sampling))
     second = verdict.committed[:, 1].clone()
     short = verdict.num_committed == 1
     laws = torch.stack([toy_logits([1, v], vocab) for v in range(vocab)]) / params.temperature
