@@ -20,8 +20,7 @@ VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
 GREEDY_BELOW = 1e-6  # temperatures that count as 0
 MAX_NODES = 64  # one 64-bit ancestor word per node, root included
 _USERS = {  # fields of SpecConfig that only some methods read
-    "head": ("auto", "eagle3", "peagle"),
-    "draft_quantization": ("auto", "eagle3", "peagle"),
+    **dict.fromkeys(("head", "draft_quantization"), ("auto", "eagle3", "peagle")),
     "model": ("draft_model",),
     "corpus": ("auto", "ngram", "suffix"),
     "mix_p": ("mix",),
@@ -157,9 +156,8 @@ class SpecConfig:
     "fixed" asks for exactly these numbers every step (acceptance tables use it).
     verify: "coupled" (default, same text as off), "rejection", "block" (exact in distribution), "synthetic" (benchmarks only).
     synthetic_acceptance: unconditional acceptance rate per draft position, non-increasing, for verify="synthetic".
-    head: draft head for eagle3/peagle (auto: beside the shipped ones): a directory, hub id or shipped name. draft_quantization:
-    precision of its weights, None = the file's. model: checkpoint for draft_model. corpus: text file for the n-gram/suffix index.
-    mix_p: ORACLE share of the test drafter MIX.
+    head: draft head for eagle3/peagle, a directory, hub id or shipped name; draft_quantization: precision of its weights (None =
+    the file's). model: checkpoint for draft_model. corpus: text file for the n-gram/suffix index. mix_p: ORACLE share of MIX.
     """
 
     method: str = "auto"

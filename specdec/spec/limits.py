@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,12 @@ class Limits:
 def fits(proposer: Proposer, length: int) -> bool:
     """Whether the drafter takes sequences of `length` tokens."""
     return proposer.max_len is None or length <= proposer.max_len
+
+
+def usable(names: Iterable[str], proposers: Mapping[str, Proposer], length: int) -> tuple[list[str], str]:
+    """Those of `names` that may draft for a sequence of `length` tokens, and why none may where none is left."""
+    able = [name for name in names if getattr(proposers[name], "disabled", None) is None]
+    return [name for name in able if fits(proposers[name], length)], "draft_len" if able else "disabled"
 
 
 def uses(name: str, config: SpecConfig, max_len: int | None) -> Callable[[Sequence], bool]:

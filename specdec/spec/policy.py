@@ -20,7 +20,7 @@ from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord, band_
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
 from specdec.spec.choice import PROBE_NODES, choose, paying_depth, widest
 from specdec.spec.cost import StepCost, measure_costs
-from specdec.spec.limits import Limits, fits, limits_of
+from specdec.spec.limits import Limits, limits_of, usable
 from specdec.spec.proposer import Proposer
 from specdec.spec.tree import tree_from_lists
 from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats, Verdict
@@ -99,30 +99,28 @@ class SpecPolicy:
         state = self._states.get(seq)
         if state is None:
             limits = limits_of(seq.params.speculation, self.config, tuple(self.proposers))
-            promise = max((self._drafters[n].value.mean() for n in limits.drafters), default=0.0)
             records = {n: SequenceRecord(self._drafters[n]) for n in limits.drafters}
-            state = self._states[seq] = _State(limits, records, Ledger(promise))
-        state.drafter = None
-        limits = state.limits
+            state = self._states[seq] = _State(limits, records, Ledger(max((r.value.mean() for r in records.values()), default=0.0)))
+        state.drafter, limits = None, state.limits
         state.ledger.steps += 1
         for record in state.records.values():
             record.idle += 1
-        nodes = limits.nodes
-        depth = min(limits.depth, seq.remaining - 1, nodes - 1)
+        nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
-        able = [n for n in limits.drafters if getattr(self.proposers[n], "disabled", None) is None]
-        names = [n for n in able if fits(self.proposers[n], len(seq.tokens))]
+        names, reason = usable(limits.drafters, self.proposers, len(seq.tokens))
         if not names:
-            return self._skip("draft_len" if able else "disabled")
+            return self._skip(reason)
+        name = names[0]
         if not self.fixed:
             nodes = min(nodes, widest)
-            name = choose(names, state.records, state.ledger.steps)
-            depth = min(depth, self._depth(state, name, min(depth, nodes - 1), batch), nodes - 1)
-            if depth < 1:
-                return self._skip("policy")
-        else:
-            name = names[0]
+            deepest, depth = min(depth, nodes - 1), 0
+            while names and depth < 1:  # where the best drafter costs too much to try, a cheaper one may not
+                name = choose(names, state.records, state.ledger.steps)
+                depth = self._depth(state, name, deepest, batch)
+                names = [n for n in names if n != name]
+        if depth < 1:
+            return self._skip("policy")
         state.drafter = name
         self._asked[name] = max(depth, self._asked.get(name, 1))
         return SpecBudget(name, nodes, depth, limits.width, feeds=getattr(self.proposers[name], "feeds", False))
