@@ -14,8 +14,8 @@ from specdec.spec.index import TokenIndex
 from specdec.spec.lookup import LookupDrafter, extension
 from specdec.spec.ngram import NgramDrafter
 from specdec.spec.suffix import SuffixDrafter
-from specdec.types import DraftTree
-from tests.spec.drafting import context, judge, sequence, share
+from specdec.types import DraftTree, StepPlan
+from tests.spec.drafting import NO_FORWARD, context, judge, sequence, share
 
 BACKENDS = (False, True) if ops.compiled() else (False, False)  # without the extension the reference stands alone
 FACTORIES: dict[str, Callable[[bool, dict], LookupDrafter]] = {
@@ -66,7 +66,7 @@ def test_same_trees_through_a_whole_life(name, data, prompt, future, prediction)
             forks[i].append(new, count)
             done[i] += len(new)
         for drafter, tree in zip(drafters, trees, strict=True):
-            drafter.observe(shares, tree, verdict)
+            drafter.observe(StepPlan(shares), tree, NO_FORWARD, verdict)
         assert drafters[0].calibration.rates == drafters[1].calibration.rates
         if turn % 3 == 2:
             forks[0].finish_reason = "stop"  # into the memory of past outputs, and back as a sequence without an index
