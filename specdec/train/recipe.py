@@ -177,9 +177,9 @@ class Recipe:
         return {
             "specdec": __version__,
             "torch": torch.__version__,
-            "argv": sys.argv[1:],
+            "argv": [_without_folders(arg) for arg in sys.argv[1:]],
             "target": {"name": Path(self.loaded.name).name, "fingerprint": self.loaded.fingerprint},
-            "options": asdict(self.options),
+            "options": asdict(self.options) | {"init": self.options.init and _without_folders(self.options.init)},
             "training": asdict(self.train_config),
             "sequences": len(train),
             "answer_tokens": train.num_answer_tokens,
@@ -206,6 +206,11 @@ class Recipe:
         )
         (directory / "README.md").write_text(model_card(report), encoding="utf-8")
         return directory
+
+
+def _without_folders(text: str) -> str:
+    """An absolute path's last part: provenance travels with the head and names no place on the machine that trained it."""
+    return Path(text).name if text.startswith("/") else text
 
 
 @torch.no_grad()

@@ -153,8 +153,11 @@ def test_a_head_can_start_from_another(loaded: LoadedModel, work: Path, tmp_path
     assert fresh and all(name == "mask_hidden" or name.startswith("layers.1.") for name in fresh)
 
 
-def test_the_card_names_numbers_and_command(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
+def test_the_card_names_numbers_and_command(loaded: LoadedModel, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["specdec", "eagle3", "--data", str(work), "--out", str(tmp_path)])
     report = recipe(loaded, work, tmp_path, steps=2).run(progress=False)
+    assert report is not None and report["argv"] == ["eagle3", "--data", work.name, "--out", tmp_path.name]
+    assert str(tmp_path.parent) not in (tmp_path / "head" / "specdec.json").read_text() + (tmp_path / "head" / "README.md").read_text()
     card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
     assert report is not None and "EAGLE-3 draft head for model" in card and loaded.fingerprint in card
     row = next(line for line in card.splitlines() if line.startswith("| all |"))
