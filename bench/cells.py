@@ -14,7 +14,7 @@ from specdec.errors import ConfigError
 from specdec.trace import TracedStep
 
 MODES = ("coupled", "deterministic", "rejection", "block")
-"""How drafts are found and verified. "deterministic": candidates by the draft law alone, verified coupled; the rest: `SpecConfig.verify`."""
+"""How drafts are verified (`SpecConfig.verify`). "deterministic": coupled, with candidates found by the draft law alone."""
 MACHINE = ("commit", "cpu", "gpu", "threads")  # of `schema.environment`: what a measurement depends on besides its cell
 TIMES = ("draft_seconds", "forward_seconds", "verify_seconds")
 
