@@ -110,15 +110,14 @@ def test_contexts_start_a_step_at_their_last_token(tmp_path: Path, monkeypatch: 
     drafter = Drafter("eagle3", random_head())
     trees: dict[str, list[list[int]]] = {}
     for mode in ("coupled", "deterministic"):
-        engine = bench.engine(drafter.spec(Shape(12, 3, 3)), mode, accept.CHUNK)
-        for seed in range(3):
+        for seed in range(4):
+            engine = bench.engine(drafter.spec(Shape(20, 3, 6)), mode, accept.CHUNK)
             params = SamplingParams(temperature=1.0, seed=seed, max_tokens=5)
             found, _ = next(accept.steps(engine, contexts[0], params))
             assert found.position == 64 and found.tokens[0] == contexts[0][-1] and len(found.tokens) > 1
             trees.setdefault(mode, []).append(found.tokens)
-    level = [{*tokens[:2]} for tokens in trees["deterministic"]]
-    assert all(first == level[0] for first in level)  # the best candidate is the same whatever the seed
-    assert len({tuple(tokens[:2]) for tokens in trees["coupled"]}) > 1
+    assert all(tree == trees["deterministic"][0] for tree in trees["deterministic"])  # whatever the seed
+    assert len({tuple(tree) for tree in trees["coupled"]}) > 1
 
 
 def test_the_report_has_every_shape_and_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
