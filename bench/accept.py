@@ -129,7 +129,7 @@ def cells(bench: Bench, drafter: Drafter, args: argparse.Namespace) -> Iterator[
             continue
         seeds = 1 if temperature == 0 else args.seeds
         name = without_path(args.model)
-        sizes = asdict(shape).values()
+        sizes = (shape.nodes, shape.depth, shape.width)
         yield Cell(name, drafter.method, drafter.digest, *sizes, mode, temperature, domain, texts, count, args.max_tokens, seeds)
 
 

@@ -64,7 +64,7 @@ class Drafter:
 
     def spec(self, shape: Shape, verify: str = "coupled") -> SpecConfig:
         """policy="fixed" at this shape. ConfigError where the method takes no source."""
-        source = {} if self.source is None else {"model" if self.method == "draft_model" else "head": self.source}
+        source: dict[str, Any] = {} if self.source is None else {"model" if self.method == "draft_model" else "head": self.source}
         return SpecConfig(
             method=self.method, nodes=shape.nodes, depth=shape.depth, width=shape.width, policy="fixed", verify=verify, **source
         )
