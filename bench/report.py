@@ -1,23 +1,18 @@
-"""Write the tables of README.md from `bench/results/*.jsonl`: the newest record of each configuration, between markers.
+"""Write the tables of README.md from `bench/results/*.jsonl`, between markers, and the plot beside the records.
 
-python -m bench.report          # rewrites README.md in place
+python -m bench.report          # rewrites README.md and bench/results/accept.svg in place
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from bench.schema import ROOT
+from bench.report_accept import accept_plot, accept_table
+from bench.schema import ROOT, records
 
 README = ROOT.parent / "README.md"
-
-
-def records(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "results" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def newest(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
@@ -60,8 +55,11 @@ def replace_between(text: str, name: str, body: str) -> str:
 
 
 def main(readme: Path = README) -> None:
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(replace_between(text, "offline", offline_table()), encoding="utf-8")
+    text, accepted = readme.read_text(encoding="utf-8"), records("accept")
+    for name, body in (("offline", offline_table()), ("accept", accept_table(accepted))):
+        text = replace_between(text, name, body)
+    readme.write_text(text, encoding="utf-8")
+    accept_plot(accepted, ROOT / "results" / "accept.svg")
 
 
 if __name__ == "__main__":

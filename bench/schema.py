@@ -48,13 +48,17 @@ def without_path(arg: str) -> str:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with "+" when tracked files differ from it."""
+    """Short hash of HEAD, with "+" when tracked files other than results differ from it."""
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)bench/results"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -83,3 +87,9 @@ def append(name: str, record: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    """Every record of `bench/results/<name>.jsonl`, oldest first."""
+    path = ROOT / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -52,22 +52,29 @@ class Parts:
     proposers: dict[str, Proposer]
 
 
-def build_engine(config: EngineConfig, *, oracle: Callable[[Sequence], Seq[int]] | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, *, oracle: Callable[[Sequence], Seq[int]] | None = None, target: LoadedModel | None = None
+) -> Engine:
     """Load the model and build an engine that is ready to step.
 
-    oracle: future tokens of a sequence, for the test drafters. Raises ConfigError, ModelNotFound or UnsupportedCheckpoint.
+    oracle: future tokens of a sequence, for the test drafters. target: what `load_target` gave for a config of the same model;
+    engines may share it, none changes it. Raises ConfigError, ModelNotFound or UnsupportedCheckpoint.
     """
-    device = resolve_device(config.device)
-    loaded = load_model(
+    loaded = load_target(config) if target is None else target
+    return Engine(config, _parts(config, loaded, resolve_device(config.device), oracle))
+
+
+def load_target(config: EngineConfig) -> LoadedModel:
+    """The model of `config` on its device. Raises as `build_engine`."""
+    return load_model(
         config.model,
-        device=device,
+        device=resolve_device(config.device),
         dtype=config.dtype,
         quantization=config.quantization,
         deterministic=config.deterministic,
         load_format=config.load_format,
         seed=config.seed,
     )
-    return Engine(config, _parts(config, loaded, device, oracle))
 
 
 def resolve_device(name: str) -> torch.device:
