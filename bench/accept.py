@@ -20,13 +20,14 @@ from functools import cache, partial
 from typing import Any
 
 from bench.cells import MODES, Cell, Drafter, Shape, Tally, recorded
-from bench.schema import DOMAINS, append, environment, load_prompts, records, without_path
+from bench.schema import DOMAINS, append, environment, load_prompts, records
 from bench.unaware import Unaware
 from specdec.boot import build_engine, load_target
 from specdec.config import MAX_NODES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.models.load import LoadedModel, find_checkpoint, fingerprint_of
+from specdec.paths import without_path
 from specdec.spec.heads import load_heads
 from specdec.trace import TracedStep
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from bench.peers.worker import Peer
-from bench.schema import DOMAINS, append, environment, load_prompts, quantiles, without_path
+from bench.schema import DOMAINS, append, environment, load_prompts, quantiles
 from specdec import LLM, SamplingParams
+from specdec.paths import without_path
 
 
 def run_specdec(llm: LLM, ids: list[int], max_tokens: int) -> dict[str, Any]:

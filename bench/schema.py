@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from specdec.paths import without_path
+
 ROOT = Path(__file__).resolve().parent
 DOMAINS = tuple(sorted(p.stem for p in (ROOT / "data").glob("*.jsonl")))
 
@@ -39,12 +41,6 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
-
-
-def without_path(arg: str) -> str:
-    """An argument with what is a path of this machine cut to its last part, also behind `--name=`."""
-    name, equals, value = arg.partition("=") if arg.startswith("-") else ("", "", arg)
-    return name + equals + (Path(value).name if value.startswith(("/", "~")) else value)
 
 
 def commit() -> str:

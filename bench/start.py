@@ -16,7 +16,8 @@ import sys
 import time
 from typing import Any
 
-from bench.schema import ROOT, append, environment, quantiles, without_path
+from bench.schema import ROOT, append, environment, quantiles
+from specdec.paths import without_path
 
 PROMPT = "What is the capital of France?"
 PARTS = ("import_s", "load_s", "first_token_s", "total_s")

@@ -18,6 +18,7 @@ RANKS = {
     "types": 1,
     "ops": 1,
     "memory": 1,
+    "paths": 0,
     "quant": 2,
     "layers": 3,
     "cache": 4,

@@ -18,6 +18,7 @@ from specdec.models.head_export import export_head
 from specdec.models.head_files import read_tensors
 from specdec.models.head_fingerprint import measure as measure_fingerprint
 from specdec.models.head_load import load_head
+from specdec.paths import without_path
 from specdec.train.capture import DenseTarget, FeatureStore, Online
 from specdec.train.card import model_card
 from specdec.train.data import Corpus, coverage, draft_vocabulary, join, read_corpus
@@ -177,9 +178,9 @@ class Recipe:
         return {
             "specdec": __version__,
             "torch": torch.__version__,
-            "argv": [_without_folders(arg) for arg in sys.argv[1:]],
+            "argv": [without_path(arg) for arg in sys.argv[1:]],
             "target": {"name": Path(self.loaded.name).name, "fingerprint": self.loaded.fingerprint},
-            "options": asdict(self.options) | {"init": self.options.init and _without_folders(self.options.init)},
+            "options": asdict(self.options) | {"init": self.options.init and without_path(self.options.init)},
             "training": asdict(self.train_config),
             "sequences": len(train),
             "answer_tokens": train.num_answer_tokens,
@@ -206,11 +207,6 @@ class Recipe:
         )
         (directory / "README.md").write_text(model_card(report), encoding="utf-8")
         return directory
-
-
-def _without_folders(text: str) -> str:
-    """An absolute path's last part: provenance travels with the head and names no place on the machine that trained it."""
-    return Path(text).name if text.startswith("/") else text
 
 
 @torch.no_grad()

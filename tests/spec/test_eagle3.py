@@ -13,7 +13,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.spec.head_drafter import numbered
 from specdec.types import RequestOutput
-from tests.harness import GREEDY, Log, P, R, assert_same, engine, run
+from tests.harness import GREEDY, P, R, assert_same, engine, run
 from tests.spec.heads import Plain, chain, knowing_head, random_head, tree
 from tests.spec.simulator import LineCost
 
@@ -61,34 +61,6 @@ def test_trees_hold_the_best_children_of_every_node(flags: str) -> None:
             children = {nodes[i] for i in range(len(nodes)) if parents[i] == node}
             if children:
                 assert children <= plain.best(plain.logits(tokens[:held], path), 3)
-
-
-REQUESTS = {
-    "greedy": (R, GREEDY),
-    "sampled": (P, SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)),
-    "truncated": (R[:9], SamplingParams(temperature=0.9, seed=4, top_p=0.8, top_k=40, min_p=0.01, max_tokens=30, ignore_eos=True)),
-    "penalties": (P[:3], SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.6, repetition_penalty=1.2, max_tokens=30)),
-    "greedy penalties": (R[:30], SamplingParams(temperature=0, presence_penalty=1.0, max_tokens=30, ignore_eos=True)),
-    "bias": (P, SamplingParams(temperature=0, logit_bias={7: 3.0, 250: -100.0}, min_tokens=4, max_tokens=20)),
-    "allowed": (P, SamplingParams(temperature=1, seed=9, allowed_token_ids=list(range(40)), logprobs=2, max_tokens=20, ignore_eos=True)),
-    "two": (R[:21], SamplingParams(n=2, temperature=1, seed=6, max_tokens=20, ignore_eos=True)),
-}
-
-
-@pytest.mark.parametrize("shape", [chain("eagle3"), tree("eagle3", nodes=16, depth=5, width=4)], ids=["chain", "TREE"])
-@pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 30}, {"num_kv_blocks": 40, "max_model_len": 96}], ids=["", "chunks", "pool"]
-)
-def test_output_is_that_of_off_for_everything_at_once(shape: SpecConfig, options: dict) -> None:
-    expected = {name: run(engine(deterministic=True), {name: request})[name] for name, request in REQUESTS.items()}
-    target, log = engine(shape, deterministic=True, **options), Log()
-    for _ in range(2):  # the second time with prefix hits
-        found = run(target, REQUESTS, log=log)
-        for name in REQUESTS:
-            assert_same(found[name], expected[name], tolerance=0)
-        log.deltas.clear()
-    assert log.drafted > 100
-    assert (log.preempted > 0) == ("num_kv_blocks" in options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
