@@ -30,8 +30,9 @@ def target(kind: str = "t0") -> LoadedModel:
 
 @cache
 def random_head(method: str = "eagle3", kind: str = "t0", **flags: Any) -> str:
-    """Directory of a random head on a harness checkpoint."""
-    config, tensors = tiny_head(method, target(kind).config, taps=flags.pop("taps", TAPS), **flags)
+    """Directory of a random head on a harness checkpoint; its name holds every flag, so that no two heads share a directory."""
+    flags = {"taps": TAPS, **flags}
+    config, tensors = tiny_head(method, target(kind).config, **flags)
     name = "-".join([method, kind, *(f"{k}={v}" for k, v in sorted(flags.items()))]).replace(" ", "")
     return str(write_head(Path(checkpoint()).parent / "heads" / name, "speculators", config, tensors))
 
