@@ -19,7 +19,7 @@ from specdec.logprobs import prompt_logprobs
 from specdec.request import RequestState, check_override, check_prompt, token_ids
 from specdec.spec.tree import merge, root_only
 from specdec.trace import Trace
-from specdec.types import DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
+from specdec.types import DrafterHealth, DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
 
 if TYPE_CHECKING:
     from specdec.boot import Parts
@@ -287,6 +287,11 @@ class Engine:
     @property
     def prefix_hits(self) -> int:
         return self.scheduler.prefix_hits
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        watch = self.policy.experience.watch
+        return DrafterHealth(dict(watch.alarms), watch.collapsed)
 
     def close(self) -> None:
         """Abort everything; the engine can be dropped afterwards."""

@@ -15,13 +15,13 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specdec.types import RequestOutput, StepStats
+from specdec.types import DrafterHealth, RequestOutput, StepStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TINY = (0.0001, 0.00025, 0.0005, *SHORT[:11])  # one draft or one verification
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("stop", "length", "abort", "error")
-STATES = ("active", "warm", "dormant")
+STATES = ("active", "warm", "dormant", "collapsed")
 
 
 class Gauges(Protocol):
@@ -41,6 +41,8 @@ class Gauges(Protocol):
     def prefix_hits(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
+    @property
+    def drafter_health(self) -> DrafterHealth: ...
 
 
 @dataclass(slots=True)
@@ -72,6 +74,18 @@ class _AtScrape:
         yield CounterMetricFamily("specdec_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", engine.prefix_queries)
         yield CounterMetricFamily("specdec_prefix_cache_hits", "Prompt tokens found in the prefix cache", engine.prefix_hits)
         yield CounterMetricFamily("specdec_preemptions", "Sequences that lost their KV blocks and were recomputed", engine.preemptions)
+        yield from _health(engine.drafter_health)
+
+
+def _health(health: DrafterHealth) -> Iterator[Metric]:
+    alarms = CounterMetricFamily("specdec_drafter_alarms", "Collapses of a drafter's acceptance", labels=("drafter",))
+    collapsed = GaugeMetricFamily("specdec_drafter_collapsed", "1 from an alarm to the recovery, else 0", labels=("drafter",))
+    for drafter, now in health.collapsed.items():
+        alarms.add_metric((drafter,), health.alarms.get(drafter, 0))
+        collapsed.add_metric((drafter,), now)
+    yield from (alarms, collapsed)
+    yield CounterMetricFamily("specdec_head_swaps", "Draft heads loaded or dropped while running", health.head_swaps)
+    yield CounterMetricFamily("specdec_head_rollbacks", "New draft heads that gave way to the old one again", health.head_rollbacks)
 
 
 class Metrics:

@@ -188,8 +188,19 @@ class StepStats:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> sequences that did not draft
     drafts: dict[str, int] = field(default_factory=dict)  # drafter -> sequences that verified a draft of it
     accepted_position: dict[str, list[int]] = field(default_factory=dict)  # drafter -> [i]: drafts accepted at position i + 1
-    drafter_states: dict[str, dict[str, int]] = field(default_factory=dict)  # drafter -> active | warm | dormant -> sequences
+    drafter_states: dict[str, dict[str, int]] = field(default_factory=dict)  # drafter -> state -> sequences
     gain: float | None = None  # tokens per second over what the policy expects of plain decoding; None = unknown
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """What befell the drafters of an engine. alarms: collapses of acceptance so far, by drafter (absent: none). collapsed: whether the
+    last one still holds, for every drafter there is. head_swaps: heads loaded or dropped while running; head_rollbacks: undone."""
+
+    alarms: dict[str, int]
+    collapsed: dict[str, bool]
+    head_swaps: int = 0
+    head_rollbacks: int = 0
 
 
 @dataclass(slots=True)

@@ -72,10 +72,16 @@ class DepthRates:
         self.hits = [0.0] * (MAX_DEPTH + 1)
         self.trials = [0.0] * (MAX_DEPTH + 1)
 
-    def rate(self, depth: int) -> float:
-        """Conditional acceptance at `depth` ≥ 1."""
-        d = min(depth, MAX_DEPTH)
-        prior = self._untried(d) if self.parent is None else self.parent.rate(d)
+    def copy(self) -> DepthRates:
+        """The same figures, from now on independent."""
+        twin = DepthRates(self.parent, self.weight, self.prior)
+        twin.hits, twin.trials = self.hits.copy(), self.trials.copy()
+        return twin
+
+    def rate(self, depth: int, parent: DepthRates | None = None) -> float:
+        """Conditional acceptance at `depth` ≥ 1; parent: to shrink to instead of the usual one."""
+        d, parent = min(depth, MAX_DEPTH), parent or self.parent
+        prior = self._untried(d) if parent is None else parent.rate(d)
         return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
 
     def _untried(self, depth: int) -> float:
@@ -148,13 +154,14 @@ class Ledger:
 
 
 class DrafterRecord:
-    """All statistics of one drafter over all sequences. promise: net tokens per step it is expected to win, before any evidence."""
+    """All statistics of one drafter over all sequences. promise: net tokens per step it is expected to win, before any evidence.
+    rates: known from earlier."""
 
     __slots__ = ("_recent", "rates", "reliability", "seconds_per_depth", "value")
 
-    def __init__(self, promise: float = 0.0) -> None:
+    def __init__(self, promise: float = 0.0, rates: DepthRates | None = None) -> None:
         self.reliability = Reliability(None, weight=6.0, horizon=60.0)
-        self.rates = DepthRates(None, weight=4.0)
+        self.rates = rates or DepthRates(None, weight=4.0)
         self.value = Value(None, weight=2.0, prior=promise)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
         self._recent: deque[float] = deque(maxlen=15)

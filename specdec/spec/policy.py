@@ -3,24 +3,26 @@
 Before planning, `budget` picks a drafter per sequence and an upper bound of nodes. After drafting, `trim` keeps the nodes
 that maximise expected committed tokens per second of the batch, with measured costs (`cost`) and the drafter's scores
 corrected by how honest they proved (`acceptance`); nothing is kept where plain decoding is best. A ledger per sequence bounds
-what drafting can lose. `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step.
+what drafting can lose, and a drafter that collapses on all of them is off until probes show that it recovered (`watch`).
+`SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step; a collapse is only reported.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord, band_of, synthesise
+from specdec.spec.acceptance import band_of, synthesise
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
 from specdec.spec.choice import PROBE_NODES, choose, paying_depth, widest
 from specdec.spec.cost import StepCost, measure_costs
-from specdec.spec.limits import Limits, limits_of, usable
+from specdec.spec.experience import Experience, Pending, State
+from specdec.spec.limits import usable
+from specdec.spec.meter import Meter
 from specdec.spec.proposer import Proposer
 from specdec.spec.tree import tree_from_lists
 from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats, Verdict
@@ -30,26 +32,8 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
+HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
 REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens."""
-
-    drafter: str
-    scores: list[float]
-    spent: float
-    probe: bool
-
-
-@dataclass(slots=True)
-class _State:
-    limits: Limits
-    records: dict[str, SequenceRecord]
-    ledger: Ledger
-    drafter: str | None = None  # of the last budget
-    pending: _Pending | None = None
 
 
 class SpecPolicy:
@@ -60,26 +44,22 @@ class SpecPolicy:
         self.proposers = proposers
         self.cost = cost
         self.fixed = config.policy == "fixed" or cost is None
-        self._drafters = {name: DrafterRecord(getattr(proposer, "promise", 0.0)) for name, proposer in proposers.items()}
-        self._states: dict[Sequence, _State] = {}
+        self.experience = Experience(config, proposers, warn_only=self.fixed)
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
         self._asked: dict[str, int] = {}  # drafter -> deepest budget of this step
         self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
-        self._decoding = 0  # sequences that the last budget was for
-        self._drafting = 0.0  # seconds spent in drafters since the last budget
-        self._last_step = -1
-        self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
+        self._meter = Meter(cost)
 
     # -- before planning ----------------------------------------------------------------------------------------------
 
     def budget(self, sequences: Iterable[Sequence], stats: StepStats | None) -> dict[Sequence, SpecBudget]:
         """What each decoding sequence may draft this step. `stats` of the last step correct the cost model."""
-        self._learn_cost(stats)
         decoding = [seq for seq in sequences if seq.decoding]
-        self._decoding = len(decoding)
+        self._meter.budgeted(stats, len(decoding))
         if not self.proposers or not decoding:
             return {}
+        self.experience.watch.tick()
         widest = self._widest([seq.num_computed for seq in decoding])
         return {seq: self._budget_one(seq, widest, len(decoding)) for seq in decoding}
 
@@ -96,12 +76,8 @@ class SpecPolicy:
         return nodes
 
     def _budget_one(self, seq: Sequence, widest: int, batch: int) -> SpecBudget:
-        state = self._states.get(seq)
-        if state is None:
-            limits = limits_of(seq.params.speculation, self.config, tuple(self.proposers))
-            records = {n: SequenceRecord(self._drafters[n]) for n in limits.drafters}
-            state = self._states[seq] = _State(limits, records, Ledger(max((r.value.mean() for r in records.values()), default=0.0)))
-        state.drafter, limits = None, state.limits
+        state = self.experience.state(seq)
+        state.drafter, state.probe, limits = None, False, state.limits
         state.ledger.steps += 1
         for record in state.records.values():
             record.idle += 1
@@ -114,27 +90,49 @@ class SpecPolicy:
         name = names[0]
         if not self.fixed:
             nodes = min(nodes, widest)
-            deepest, depth = min(depth, nodes - 1), 0
-            while names and depth < 1:  # where the best drafter costs too much to try, a cheaper one may not
-                name = choose(names, state.records, state.ledger.steps)
-                depth = self._depth(state, name, deepest, batch)
-                names = [n for n in names if n != name]
+            name, depth, reason = self._choose(state, names, min(depth, nodes - 1), batch)
         if depth < 1:
-            return self._skip("policy")
+            return self._skip(reason)
         state.drafter = name
         self._asked[name] = max(depth, self._asked.get(name, 1))
         return SpecBudget(name, nodes, depth, limits.width, feeds=getattr(self.proposers[name], "feeds", False))
+
+    def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
+        """(drafter, depth, why it is 0). Where the best drafter costs too much to try, a cheaper one may not."""
+        watch = self.experience.watch
+        if watch.off:
+            due = watch.due(names)
+            depth = 0 if due is None else self._probe_depth(state, due, deepest)
+            if due is not None and depth > 0:
+                watch.probed(due)
+                state.probe = True
+                return due, depth, ""
+            names = [n for n in names if n not in watch.off]
+            if not names:
+                return "", 0, "collapsed"
+        name, depth = names[0], 0
+        while names and depth < 1:
+            name = choose(names, state.records, state.ledger.steps)
+            depth = self._depth(state, name, deepest, batch)
+            names = [n for n in names if n != name]
+        return name, depth, "policy"
+
+    def _probe_depth(self, state: State, name: str, deepest: int) -> int:
+        """Depth of a probe of a drafter that is off; 0 = this sequence cannot afford it."""
+        depth = min(deepest, PROBE_NODES - 1)
+        headroom = state.ledger.headroom() * self._token_seconds
+        return depth if headroom > 0.0 and self.experience.drafters[name].seconds_per_depth * depth <= headroom else 0
 
     def _skip(self, reason: str) -> SpecBudget:
         self._skipped[reason] += 1
         return NO_DRAFT
 
-    def _depth(self, state: _State, name: str, deepest: int, batch: int) -> int:
+    def _depth(self, state: State, name: str, deepest: int, batch: int) -> int:
         """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
         headroom = state.ledger.headroom() * self._token_seconds
         if headroom <= 0.0 or deepest < 1:
             return 0
-        unit = self._drafters[name].seconds_per_depth
+        unit = self.experience.drafters[name].seconds_per_depth
         if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
             return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
         if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
@@ -145,8 +143,8 @@ class SpecPolicy:
 
     def drafted(self, name: str, seconds: float, num_seqs: int) -> None:
         """`name` took `seconds` to draft for `num_seqs` sequences."""
-        self._drafting += seconds
-        self._drafters[name].took(seconds / max(1, num_seqs * self._asked.pop(name, self.config.depth)))
+        self._meter.drafted(seconds)
+        self.experience.drafters[name].took(seconds / max(1, num_seqs * self._asked.pop(name, self.config.depth)))
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
         """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
@@ -165,7 +163,7 @@ class SpecPolicy:
         candidates, probes = [], []
         for b, share in enumerate(shares):
             scores, probe = self._corrected(share, raw[b], parents[b], counts[b])
-            state = self._states.get(share.seq)
+            state = self.experience.states.get(share.seq)
             headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
             candidates.append(Candidate(scores, share.seq.num_computed, headroom))
             probes.append(probe)
@@ -179,105 +177,61 @@ class SpecPolicy:
 
     def _corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
         """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
-        state, name = self._states.get(share.seq), share.budget.drafter
+        state, name = self.experience.states.get(share.seq), share.budget.drafter
         if count < 2 or state is None or name is None:
             return [1.0], False
         record = state.records[name]
         if raw[1] <= 0.0:
             synthesise(raw, parents, count, record.rates)
         factors = [f if (f := record.reliability.factor(band)) >= LIAR else 0.0 for band in range(3)]
-        probe = factors[band_of(raw[1])] < 0.5 and record.probe_due()
+        probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
         if probe:
             count = min(count, PROBE_NODES)
-            factors = [max(f, 0.6) for f in factors]
+            factors = [max(f, HOPE) for f in factors]
+        on_trial = state.probe or name in self.experience.watch.comparisons  # to be seen at work, whatever it claims
         scores = [1.0]
         for i in range(1, count):
-            scores.append(min(scores[parents[i]], raw[i] * factors[band_of(raw[i])], 0.999))
+            chance, above = raw[i] * factors[band_of(raw[i])], scores[parents[i]]
+            scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
         return scores, probe
 
     def _expect(self, share: Scheduled, scores: list[float], drafted: int, seconds: float, probe: bool) -> None:
-        state, name = self._states.get(share.seq), share.budget.drafter
+        state, name = self.experience.states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        drafting = self._drafters[name].seconds_per_depth * max(1, share.budget.depth)
+        drafting = self.experience.drafters[name].seconds_per_depth * max(1, share.budget.depth)
         if drafting > CHEAP * self._token_seconds:  # what little a lookup takes must not use up what drafts may risk
             seconds += drafting
         spent = seconds / self._token_seconds
-        state.pending = _Pending(name, scores, spent, probe)
+        state.pending = Pending(name, scores, spent, probe)
         if len(scores) == 1:
             self._skipped["no_match" if drafted == 1 else "policy"] += 1
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
-        """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
-        if self.fixed or not any(state.pending is not None for state in self._states.values()):
-            return
-        parents, depths, counts = tree.parents.tolist(), tree.depth.tolist(), tree.num_nodes.tolist()
-        paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
-        for b, share in enumerate(shares):
-            state = self._states.get(share.seq)
-            if state is None or state.pending is None:
-                continue
-            pending, state.pending = state.pending, None
-            if finish[b] or len(pending.scores) != counts[b]:
-                continue
-            self._learn(state, pending, parents[b], depths[b], set(paths[b][: accepted[b]]))
-
-    def _learn(self, state: _State, pending: _Pending, parents: list[int], depths: list[int], taken: set[int]) -> None:
-        record, drafter = state.records[pending.drafter], self._drafters[pending.drafter]
-        net = len(taken) - pending.spent
-        state.ledger.record(pending.spent, len(taken))
-        record.value.record(net)
-        drafter.value.record(net)
-        if len(pending.scores) == 1:
-            return
-        tried: dict[int, bool] = {}  # depth -> was a child accepted, where the parent was
-        for i in range(1, len(pending.scores)):
-            for reliability in (record.reliability, drafter.reliability):
-                reliability.record(pending.scores[i], i in taken)
-            if parents[i] == 0 or parents[i] in taken:
-                tried[depths[i]] = tried.get(depths[i], False) or i in taken
-        for depth, hit in tried.items():
-            record.rates.record(depth, hit)
-            drafter.rates.record(depth, hit)
-        record.verified(len(taken), probe=pending.probe)
-
-    def _learn_cost(self, stats: StepStats | None) -> None:
-        drafting, self._drafting = self._drafting, 0.0
-        if stats is None or self.cost is None or stats.step == self._last_step:
-            return
-        self._last_step = stats.step
-        if stats.num_sampling == 0 or not stats.num_seqs == stats.num_sampling == self._decoding or stats.preempted:
-            return  # somebody was prefilled: not a step of decoding alone
-        self.cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
-        mean = stats.context // stats.num_sampling
-        plain = self.cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self.cost.attention(1, mean)
-        self._window.append((plain * stats.committed / stats.num_sampling, stats.step_seconds))
+        """Learn from a verified step."""
+        self.experience.observe(shares, tree, verdict)
 
     def reset(self, seq: Sequence) -> None:
         """The sequence finished or was preempted: forget it."""
-        self._states.pop(seq, None)
+        self.experience.states.pop(seq, None)
 
     # -- what metrics ask ---------------------------------------------------------------------------------------------
 
     def take_skipped(self) -> dict[str, int]:
-        """Decoding sequences that did not draft since the last call, by reason: no_match, policy, limit, draft_len, disabled."""
+        """Decoding sequences that did not draft since the last call, by reason: no_match, policy, limit, draft_len, disabled,
+        collapsed."""
         skipped, self._skipped = dict(self._skipped), Counter()
         return skipped
 
     def states(self) -> dict[str, dict[str, int]]:
-        """Per drafter: sequences for which it is active, warm or dormant."""
-        result = {name: {"active": 0, "warm": 0, "dormant": 0} for name in self.proposers}
-        for state in self._states.values():
-            for name in state.limits.drafters:
-                result[name]["active" if state.drafter == name else "dormant"] += 1
-        return result
+        """See `Experience.counts`."""
+        return self.experience.counts()
 
     def gain(self) -> float | None:
-        """Speed over what plain decoding should take for the same tokens, over recent steps; None before any."""
-        real = sum(seconds for _, seconds in self._window)
-        return sum(plain for plain, _ in self._window) / real if real > 0 else None
+        """See `Meter`."""
+        return self._meter.gain()
 
 
 def make_policy(

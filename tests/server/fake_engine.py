@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import InvalidRequest, RequestTooLong
-from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, StepStats, TokenLogprobs
+from specdec.types import CompletionOutput, DrafterHealth, RequestMetrics, RequestOutput, StepStats, TokenLogprobs
 
 VOCAB = 512
 
@@ -75,6 +75,7 @@ class FakeEngine:
         self.closed = False
         self.kv_usage = 0.25
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.drafter_health = DrafterHealth({"ngram": 2}, {"ngram": True, "suffix": False}, head_swaps=3, head_rollbacks=1)
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._ended: list[RequestOutput] = []

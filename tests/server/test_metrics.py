@@ -26,8 +26,19 @@ COUNTERS = (
     "spec_accepted_tokens",
     "spec_accepted_position",
     "spec_skipped",
+    "drafter_alarms",
+    "head_swaps",
+    "head_rollbacks",
 )
-GAUGES = ("queue_oldest_age_seconds", "queue_depth", "requests_running", "kv_usage_ratio", "speculation_gain_ratio", "drafter_state")
+GAUGES = (
+    "queue_oldest_age_seconds",
+    "queue_depth",
+    "requests_running",
+    "kv_usage_ratio",
+    "speculation_gain_ratio",
+    "drafter_state",
+    "drafter_collapsed",
+)
 
 
 def test_names_and_types() -> None:
@@ -39,6 +50,13 @@ def test_names_and_types() -> None:
             assert families[f"specdec_{name}"] == kind
     for name in re.findall(r"^(\w[^{ ]*)[{ ]", text, re.M):
         assert re.fullmatch(r"specdec_[a-z0-9_]+", name)
+
+
+def test_the_health_of_drafters_is_read_at_scrape() -> None:
+    with served(FakeEngine) as server:
+        assert [server.metric("specdec_drafter_collapsed", drafter=d) for d in ("ngram", "suffix")] == [1, 0]
+        assert [server.metric("specdec_drafter_alarms_total", drafter=d) for d in ("ngram", "suffix")] == [2, 0]
+        assert (server.metric("specdec_head_swaps_total"), server.metric("specdec_head_rollbacks_total")) == (3, 1)
 
 
 def test_queue_wait_has_millisecond_buckets() -> None:

@@ -234,7 +234,7 @@ def test_trim_keeps_the_best_subtree_in_order():
     made = policy(cost=LineCost(first=1.0, per_row=0.2))
     seq = sequence([1, 2])
     budget = made.budget([seq], None)[seq]
-    made._states[seq].ledger.loss = -10.0
+    made.experience.states[seq].ledger.loss = -10.0
     tree = tree_from_lists([([2, 10, 11, 12, 20, 21], [-1, 0, 1, 2, 0, 4], [1.0, 0.8, 0.7, 0.05, 0.6, 0.05])], ["ngram"])
     kept = made.trim(tree, (Scheduled(seq, 1, True, budget),))
     assert lists(kept) == ([2, 10, 11, 20], [-1, 0, 1, 0])
@@ -302,7 +302,7 @@ def test_finished_steps_teach_nothing():
     verdict = judge(tree, [[9]])
     verdict.finish[0] = 1
     made.observe((share,), tree, verdict)
-    assert made._drafters["ngram"].reliability.promised == [0.0, 0.0, 0.0]
+    assert made.experience.drafters["ngram"].reliability.promised == [0.0, 0.0, 0.0]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""`Meter`: corrects the cost model with the steps of decoding alone, and tells what speculation gains."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from specdec.spec.cost import StepCost
+from specdec.types import StepStats
+
+
+class Meter:
+    """cost: the model to correct, None = nothing is measured."""
+
+    def __init__(self, cost: StepCost | None):
+        self._cost = cost
+        self._decoding = 0  # sequences that the last budget was for
+        self._drafting = 0.0  # seconds spent in drafters since
+        self._last_step = -1
+        self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
+
+    def drafted(self, seconds: float) -> None:
+        """A drafter took this long."""
+        self._drafting += seconds
+
+    def budgeted(self, stats: StepStats | None, decoding: int) -> None:
+        """A budget is asked for `decoding` sequences; `stats` are of the step before, counted once."""
+        expected, self._decoding = self._decoding, decoding
+        drafting, self._drafting = self._drafting, 0.0
+        if stats is None or self._cost is None or stats.step == self._last_step:
+            return
+        self._last_step = stats.step
+        if stats.num_sampling == 0 or not stats.num_seqs == stats.num_sampling == expected or stats.preempted:
+            return  # somebody was prefilled: not a step of decoding alone
+        self._cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
+        mean = stats.context // stats.num_sampling
+        plain = self._cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self._cost.attention(1, mean)
+        self._window.append((plain * stats.committed / stats.num_sampling, stats.step_seconds))
+
+    def gain(self) -> float | None:
+        """Speed over what plain decoding should take for the same tokens, over recent steps; None before any."""
+        real = sum(seconds for _, seconds in self._window)
+        return sum(plain for plain, _ in self._window) / real if real > 0 else None
