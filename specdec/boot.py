@@ -17,6 +17,7 @@ from specdec.cache.sizing import PoolSize, block_bytes, host_memory, size_pool
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
@@ -50,6 +51,7 @@ class Parts:
     verifier: Verifier
     policy: SpecPolicy
     proposers: dict[str, Proposer]
+    heads: LiveHeads
 
 
 def build_engine(
@@ -109,7 +111,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     scheduler = Scheduler(
         config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(spec, heads)
     )
-    taps = taps_of(heads.values()) if any(head.trusted for head in heads.values()) else ()
+    taps = taps_of(heads.values())
     runner = ModelRunner(loaded.model, kv, device, taps=taps)
     context = DrafterContext(
         config=spec,
@@ -147,6 +149,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             cache=cache_dir() / "costs",
         ),
         proposers=proposers,
+        heads=LiveHeads(loaded, context, runner, heads, proposers),
     )
 
 

@@ -45,8 +45,7 @@ class Engine:
         self.kv = parts.kv
         self.sampling = parts.sampling
         self.verifier = parts.verifier
-        self.policy = parts.policy
-        self.proposers = parts.proposers
+        self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
         self.observers: list[Callable[[StepStats], None]] = []
         self._requests: dict[str, RequestState] = {}
@@ -119,6 +118,7 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         """Budgets, then a plan, then its application: blocks reserved for the worst tree, request slots handed out."""
+        self.heads.review(self.policy)
         budgets = self.policy.budget(self.scheduler.running, self.stats)
         plan = self.scheduler.plan(budgets)
         for seq in plan.preempted:
@@ -291,7 +291,7 @@ class Engine:
     @property
     def drafter_health(self) -> DrafterHealth:
         watch = self.policy.experience.watch
-        return DrafterHealth(dict(watch.alarms), watch.collapsed)
+        return DrafterHealth(dict(watch.alarms), watch.collapsed, self.heads.swaps, self.heads.rollbacks)
 
     def close(self) -> None:
         """Abort everything; the engine can be dropped afterwards."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from specdec.boot import build_engine
@@ -17,6 +18,7 @@ from specdec.types import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from specdec.engine import Engine
+    from specdec.live_heads import HeadInfo
 
 Prompt = str | Sequence[int]  # NumPy arrays and tensors of one dimension count as sequences of ids
 Messages = Sequence[Mapping[str, Any]]
@@ -90,6 +92,20 @@ class LLM:
         with self._alone():
             request_id = self._add(prompt, params, trace)
             return Stream(self, request_id, self._inbox[request_id])
+
+    def load_head(self, path: str | PathLike[str] | None, method: str | None = None) -> list[HeadInfo]:
+        """Put the draft head at `path` (directory, hub id or shipped name) in place of the one of its kind; None: go without, for
+        `method` or at all. Returns the heads then in use.
+
+        Requests that run go on, with the same text: the head is read and checked beside them and swapped in between two steps. The old
+        head comes back by itself if the new one proves worse. Raises what `LiveHeads.load` raises, and then nothing has changed.
+        """
+        change = self.engine.heads.load(None if path is None else fspath(path), method)
+        with self._alone():
+            if self._stepping:  # an observer, or a collector that runs in the middle of a step of this very thread
+                raise InvalidRequest("load_head cannot be called from inside a step; call it from another thread", param="path")
+            self.engine.heads.apply(change, self.engine.policy)
+            return self.engine.heads.info()
 
     # -- the engine, one thread at a time ---------------------------------------------------------------------------
 

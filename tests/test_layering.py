@@ -42,6 +42,7 @@ RANKS = {
     "batch": 8,
     "trace": 8,
     "commit": 8,
+    "live_heads": 8,
     "metrics": 8,
     "engine": 9,
     "boot": 10,

@@ -151,6 +151,10 @@ class KVCache:
         self._companions[name] = (group, store, companion)
         return companion
 
+    def detach(self, name: str) -> None:
+        """Give up a companion, and with it its memory as soon as nobody holds it. Does nothing where there is none of this name."""
+        self._companions.pop(name, None)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, companions included."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import DrafterRecord, Ledger, SequenceRecord
+from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, SequenceRecord
 from specdec.spec.alarm import Trial, trials_of
 from specdec.spec.limits import Limits, limits_of
 from specdec.spec.proposer import Proposer
@@ -69,7 +69,7 @@ class Experience:
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
         counts = tree.num_nodes.tolist()
-        if max(counts) == 1 and not any(state.pending is not None for state in self.states.values()):
+        if max(counts, default=1) == 1 and not any(state.pending is not None for state in self.states.values()):
             return
         parents, depths = tree.parents.tolist(), tree.depth.tolist()
         paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
@@ -118,11 +118,13 @@ class Experience:
             if name in state.records:
                 state.records[name] = SequenceRecord(record)
 
-    def replace(self, proposers: Mapping[str, Proposer], name: str, comparison: Comparison | None = None) -> None:
-        """`proposers` have another drafter `name` than before, or none, and maybe another order: nothing is known of the new one.
-        Ledgers go on. comparison: the new one is on trial."""
+    def replace(
+        self, proposers: Mapping[str, Proposer], name: str, *, comparison: Comparison | None = None, rates: DepthRates | None = None
+    ) -> None:
+        """`proposers` have another drafter `name` than before, or none, and maybe another order. Ledgers go on. comparison: the new
+        one is on trial. rates: how deep it got earlier; else nothing is known of it."""
         self.watch.replace(name, present=name in proposers, comparison=comparison)
-        self.drafters = {n: self.drafters[n] if n != name else DrafterRecord(_promise(p)) for n, p in proposers.items()}
+        self.drafters = {n: self.drafters[n] if n != name else DrafterRecord(_promise(p), rates) for n, p in proposers.items()}
         for seq, state in self.states.items():
             state.limits = limits_of(seq.params.speculation, self._config, tuple(self.drafters))
             kept = {n: r for n, r in state.records.items() if n != name}

@@ -186,6 +186,10 @@ class HeadDrafter(ABC):
                 n = counts[b]
                 self._scores.learn(draft, tokens[b][:n], parents[b][:n], set(paths[b][: accepted[b]]))
 
+    def retap(self, context: DrafterContext) -> None:
+        """The target's passes return other taps from the next step on."""
+        self._runner.read_taps(_columns(self.head, context))
+
     @torch.inference_mode()
     def reset(self, seq: Sequence) -> None:
         """Forget the sequence; its draft KV stays in the blocks that the prefix cache keeps."""

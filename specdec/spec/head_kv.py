@@ -102,6 +102,10 @@ class HeadRunner:
         self._wants, self._columns = wants, columns
         self._progress: dict[Sequence, _Progress] = {}
 
+    def read_taps(self, columns: Tensor | None) -> None:
+        """From now on the head's taps are these columns of `Forward.taps`; None = all."""
+        self._columns = columns
+
     # -- what the target's passes bring -------------------------------------------------------------------------------
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:

@@ -50,12 +50,11 @@ def load_heads(config: SpecConfig, target: LoadedModel) -> dict[str, DraftHead]:
 
 
 def taps_of(heads: Iterable[DraftHead]) -> tuple[int, ...]:
-    """The target's hidden states that the heads read: in the order of the heads where they agree, else rising."""
-    lists = {head.config.taps for head in heads}
+    """The target's hidden states that the heads read, those that may draft: in the order of the heads where they agree, else rising."""
+    lists = {head.config.taps for head in heads if head.trusted}
     return next(iter(lists)) if len(lists) == 1 else tuple(sorted({tap for taps in lists for tap in taps}))
 
 
 def wants_hidden(config: SpecConfig, heads: Mapping[str, DraftHead]) -> Callable[[Sequence], bool]:
-    """Whether any head reads the hidden states of a sequence."""
-    users = [uses(name, config, head.config.max_positions or None) for name, head in heads.items() if head.trusted]
-    return lambda seq: any(user(seq) for user in users)
+    """Whether any head reads the hidden states of a sequence: of those that `heads` holds when it is asked."""
+    return lambda seq: any(uses(name, config, h.config.max_positions or None)(seq) for name, h in heads.items() if h.trusted)

@@ -101,7 +101,9 @@ def registered() -> tuple[str, ...]:
 
 
 def create(name: str, context: DrafterContext) -> Proposer:
-    """Build the drafter `name`; KeyError when it is not registered."""
+    """Build the drafter `name`, importing its module when it is the first; KeyError when nobody registered it."""
+    if name not in _FACTORIES and name in BUILT_IN:
+        importlib.import_module(BUILT_IN[name])
     return _FACTORIES[name](context)
 
 
@@ -125,7 +127,4 @@ def create_for(context: DrafterContext) -> dict[str, Proposer]:
     """
     method = context.config.method
     names: Seq[str] = () if method == "off" else (*context.heads, *HOST_DRAFTERS) if method == "auto" else (method,)
-    for name in names:
-        if name not in _FACTORIES and name in BUILT_IN:
-            importlib.import_module(BUILT_IN[name])
     return {name: create(name, context) for name in names}
