@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from specdec.server import chat, completions, errors, health
+from specdec.server import admin, chat, completions, errors, health
 from specdec.server.loop import EngineLoop
 from specdec.server.middleware import ApiKey, BodyLimit
 from specdec.server.service import Service, Settings
@@ -32,6 +32,7 @@ ERROR_SCHEMA = {
 _STATUSES = {
     400: "Invalid request",
     401: "Wrong API key",
+    403: "Not without an API key",
     404: "No such model or path",
     405: "Method not allowed",
     413: "Body too large",
@@ -60,7 +61,7 @@ def create_app(loop: EngineLoop, settings: Settings) -> FastAPI:
         redirect_slashes=False,
         responses={status: {"description": text} | error for status, text in _STATUSES.items()},
     )
-    for part in (chat, completions, health):
+    for part in (chat, completions, health, admin):
         app.include_router(part.router(service))
     _drop_422(app)
     errors.install(app, loop.metrics)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from specdec.config import SamplingParams
 from specdec.errors import SpecdecError
 from specdec.metrics import Emission
 from specdec.types import RequestOutput
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +27,28 @@ class Ticket:
     prompt: list[int]
     emission: Emission = field(default_factory=Emission)
     done: bool = False
+
+
+class Call(Generic[T]):
+    """Work for the engine thread between two steps; `answer` gets its result or error, on whatever thread."""
+
+    def __init__(self, work: Callable[[Any], T]):
+        self.answer: Future[T] = Future()
+        self._work = work
+
+    def run(self, engine: Any) -> None:
+        """On the engine thread. An error is the caller's; the engine goes on."""
+        if not self.answer.set_running_or_notify_cancel():  # the client left meanwhile
+            return
+        try:
+            self.answer.set_result(self._work(engine))
+        except Exception as error:
+            self.answer.set_exception(error)
+
+    def refuse(self, error: Exception) -> None:
+        """There is no engine any more to run it."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Job:

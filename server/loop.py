@@ -13,16 +13,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specdec.admission import check_room, max_running
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import Draining, EngineDead, SpecdecError
 from specdec.metrics import Gauges, Metrics
-from specdec.server.job import Job, Ticket
+from specdec.server.job import Call, Job, Ticket
 from specdec.types import RequestOutput, StepStats
 
 log = logging.getLogger("specdec.server")
+T = TypeVar("T")
 
 
 class Engine(Gauges, Protocol):
@@ -35,6 +36,8 @@ class Engine(Gauges, Protocol):
     tokenizer: Any
     runner: Any  # .device, .model.dtype: where and in what it computes
     kv: Any  # .dtype: what the KV cache holds
+    heads: Any  # `specdec.live_heads.LiveHeads`
+    policy: Any  # what it is handed
     observers: list[Callable[[StepStats], None]]
 
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, arrival: float | None = None) -> None: ...
@@ -74,7 +77,8 @@ class EngineLoop:
         self.started = asyncio.Event()  # left LOADING, for better or worse
         self.drained = asyncio.Event()  # DRAINING and nothing left to finish
         self._build = build
-        self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()  # job = add, str = abort, None = stop
+        self._inbox: queue.SimpleQueue[Job | Call[Any] | str | None] = queue.SimpleQueue()  # job = add, str = abort, None = stop
+        self._calls: set[Call[Any]] = set()  # nobody has answered yet
         self._pending: set[Job] = set()  # in the inbox, not yet answered by the engine
         self._tickets: dict[str, Ticket] = {}
         self._live: dict[str, Ticket] = {}  # engine thread only: what the engine holds
@@ -118,6 +122,16 @@ class EngineLoop:
         except BaseException:
             self.abort(job)
             raise
+
+    async def call(self, work: Callable[[Any], T]) -> T:
+        """What `work` returns or raises on the engine thread, between two steps. Raises as `check_open` where there is no engine."""
+        self.check_open()
+        self._calls.add(call := Call(work))
+        self._inbox.put(call)
+        try:
+            return await asyncio.wrap_future(call.answer)
+        finally:
+            self._calls.discard(call)
 
     def abort(self, job: Job) -> None:
         """Free what the job holds; harmless when it is finished already."""
@@ -165,6 +179,8 @@ class EngineLoop:
         self.state, self.error = State.DEAD, error
         self.started.set()
         answer = EngineDead(f"the engine stopped: {error}; restart the server")
+        for call in self._calls:
+            call.refuse(answer)
         for job in list(self._pending):
             self._on_admitted(job, answer)
         for ticket in list(self._tickets.values()):
@@ -243,6 +259,8 @@ class EngineLoop:
                 return False
             if isinstance(item, str):
                 self._engine_abort(engine, item)
+            elif isinstance(item, Call):
+                item.run(engine)
             else:
                 self._engine_add(engine, item)
 

@@ -8,7 +8,7 @@ go on, and since drafts never decide what is said their texts are the same. What
   - the target's passes return the taps of all heads there are now; the other heads are told where theirs lie.
   - the policy forgets what it knew of the old head, and compares the new one with it (`watch.Comparison`).
 The old head itself (its weights) is kept until the new one has been verified on `watch.VERIFIED` drafts; when it proves clearly worse
-before that, or collapses, the old head comes back.
+before that, or collapses, the old head comes back. A policy that never asks the new head keeps both in memory.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class LiveHeads:
     # -- the thread that owns the engine, between steps -----------------------------------------------------------------
 
     def apply(self, change: Change, policy: SpecPolicy) -> None:
-        """Swap. When the drafter cannot be built (out of memory) the old one is built again, and the error raised."""
+        """Swap. When the drafter cannot be built (ConfigError: no memory, or a target without full attention) the old one is built
+        again before the error is raised."""
         for name, head in change.heads.items():
             present = self._heads.get(name)
             if head is None and present is None:
@@ -160,8 +161,10 @@ class LiveHeads:
         before = dict(self._heads)
         try:
             self._build(name, {n: h for n, h in {**before, name: head}.items() if h is not None})
-        except Exception:
+        except Exception as error:
             self._build(name, before)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise ConfigError(f"no memory for the {name} head's KV; start with less KV for the target", param="head") from error
             raise
 
     def _build(self, name: str, heads: dict[str, DraftHead]) -> None:

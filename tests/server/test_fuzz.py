@@ -36,6 +36,9 @@ OPERATIONS = (
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/metrics"),
+    ("GET", "/v1/admin/head"),
+    ("POST", "/v1/admin/head"),
+    ("DELETE", "/v1/admin/head"),
 )
 
 
