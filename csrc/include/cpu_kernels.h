@@ -133,6 +133,9 @@ struct StackArgs {
   int threads;
   void* scratch;  // `stack_bytes` bytes, 64-byte aligned
   const int32_t* first = nullptr;  // [B] first visible key, or null: 0
+  // Of a draft head: the first layer reads 2 H columns, norm of x | norm of features, and the stream starts as the features.
+  const float *features = nullptr, *feature_norm = nullptr;  // [T, H] or null: a plain first layer; [H]
+  bool normed_stream = false;                                // the stream starts as the features' norm
 };
 
 struct CpuKernels {
