@@ -138,6 +138,13 @@ struct StackArgs {
   bool normed_stream = false;                                // the stream starts as the features' norm
 };
 
+struct CandidateArgs {
+  const float* logits;  // [R, V]
+  int64_t* ids;         // [R, width], best first, ties to the lowest; distinct where the chance is not 0
+  float* chances;       // [R, width] softmax of the row
+  int64_t R, V, width;
+};
+
 struct CpuKernels {
   const char* name;
   void (*linear)(const LinearArgs&);
@@ -151,6 +158,7 @@ struct CpuKernels {
   void (*mass_cut)(const MassCutArgs&);
   int64_t (*stack_bytes)(const StackArgs&);
   void (*decoder_stack)(const StackArgs&);
+  void (*candidates)(const CandidateArgs&);
 };
 
 int64_t linear_scratch_bytes(int64_t M, int64_t K, WeightKind kind);
