@@ -1,4 +1,4 @@
-// Python binding of a draft head, and the growth of one sequence's tree at temperature 0 (specdec/spec/eagle3.py) in one call.
+// Python binding of a draft head, and the growth of one sequence's tree (specdec/spec/eagle3.py) in one call.
 #include <ATen/ops/cat.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -26,6 +26,12 @@ struct Shape {
   float hopeless;                // a beam whose best node scores less is not run
 };
 
+struct Law {  // the request's; without noise: temperature 0
+  bool noisy;
+  double temperature;
+  int64_t seed, choice, purpose;
+};
+
 struct Rating {  // as in specdec/spec/head_drafter.py: Scores
   py::buffer rates;
   std::vector<int64_t> depth_cells, rank_cells;  // first cell by depth - 1, by rank
@@ -36,9 +42,9 @@ using Picks = std::vector<std::tuple<int64_t, float, int64_t, int64_t, int64_t>>
 
 class Growth {
  public:
-  Growth(const DraftHead& head, const std::vector<Cache>& caches, const Pending& pending, const Shape& shape, const Rating& rating,
+  Growth(const DraftHead& head, const std::vector<Cache>& caches, const Pending& pending, const Shape& shape, const Law& law, const Rating& rating,
          const double* rates, int64_t cells, const std::optional<Tensor>& target_ids)
-      : head_(head), caches_(caches), pending_(pending), shape_(shape), rating_(rating), rates_(rates), cells_(cells),
+      : head_(head), caches_(caches), pending_(pending), shape_(shape), law_(law), rating_(rating), rates_(rates), cells_(cells),
         target_ids_(target_ids ? read<int64_t>(*target_ids) : nullptr), vocab_(target_ids ? target_ids->size(0) : INT64_MAX),
         groups_(caches.size(), 0), block_(std::get<0>(caches.front()).size(1)) {}
 
@@ -75,6 +81,8 @@ class Growth {
   float score(int64_t place) const { return std::get<1>(pool_[place]); }
   bool before(int64_t a, int64_t b) const { return score(a) != score(b) ? score(a) > score(b) : a < b; }
   bool ends(int64_t token) const { return std::find(shape_.end_ids.begin(), shape_.end_ids.end(), token) != shape_.end_ids.end(); }
+
+  int64_t context() const { return pending_.start + (int64_t)pending_.tokens.size(); }
 
   static Tensor ints(const std::vector<int64_t>& values, at::ScalarType dtype = at::kLong) {
     Tensor out = at::empty({(int64_t)values.size()}, at::TensorOptions().dtype(dtype));
@@ -114,14 +122,16 @@ class Growth {
     TORCH_CHECK(width <= logits.size(1) && logits.size(1) <= vocab_, "width or draft vocabulary do not fit lm_head");
     std::vector<int64_t> ids(R * width);
     std::vector<float> chances(R * width);
-    current_kernels()->candidates({floats(logits), ids.data(), chances.data(), R, logits.size(1), width});
+    std::vector<int64_t> seeds(R, law_.seed), positions(R, context() + depth - 1), choices(R, law_.choice);
+    current_kernels()->candidates({floats(logits), target_ids_, ids.data(), chances.data(), R, logits.size(1), width, law_.noisy,
+                                   {seeds.data(), positions.data(), choices.data(), (uint32_t)law_.purpose}, (float)law_.temperature});
     for (int64_t i = 0; i < R * width; i++) {
       float chance = chances[i];
       int64_t cell = (int64_t)(chance * (float)rating_.buckets) + rating_.depth_cells[depth - 1] + rating_.rank_cells[i % width];
       TORCH_CHECK_INDEX(cell >= 0 && cell < cells_, "cell ", cell, " of ", cells_);
       float rate = (float)rates_[cell] * (chance * (float)rating_.tie + (float)(1.0 - rating_.tie));
       float total = chance > 0.0f ? scores[i / width] * rate : 0.0f;
-      pool_.push_back({(int64_t)pool_.size(), total, target_ids_ ? target_ids_[ids[i]] : ids[i], above[i / width], cell});
+      pool_.push_back({(int64_t)pool_.size(), total, ids[i], above[i / width], cell});
     }
   }
 
@@ -140,7 +150,7 @@ class Growth {
 
   // Runs the nodes `next`, children of the rows `from` of the pass before; their keys lie behind the newest token.
   std::tuple<Tensor, Tensor> advance(const Tensor& feedback, const std::vector<int64_t>& next, const std::vector<int64_t>& from, int64_t pass) {
-    int64_t context = pending_.start + (int64_t)pending_.tokens.size(), R = (int64_t)next.size(), H = head_.hidden_size();
+    int64_t R = (int64_t)next.size(), H = head_.hidden_size();
     Tensor features = at::empty({R, H}, feedback.options());
     std::vector<int64_t> tokens(R), words(R), slots(R);
     for (int64_t i = 0; i < R; i++) {
@@ -148,17 +158,18 @@ class Growth {
       std::copy_n(floats(feedback) + from[i] * H, H, writable(features) + i * H);
       tokens[i] = token(next[i]);
       words[i] = (int64_t)((uint64_t)words_[from[i]] | (uint64_t)1 << node);
-      slots[i] = slot(context + node);
+      slots[i] = slot(context() + node);
     }
     words_ = words;
     int64_t fed = shape_.beam * (shape_.depth - 1);
-    return head_.pass(ints(tokens), features, rows(std::vector<int64_t>(R, context + pass), words, slots, context, fed), caches_, groups_);
+    return head_.pass(ints(tokens), features, rows(std::vector<int64_t>(R, context() + pass), words, slots, context(), fed), caches_, groups_);
   }
 
   const DraftHead& head_;
   const std::vector<Cache>& caches_;
   const Pending& pending_;
   const Shape& shape_;
+  const Law& law_;
   const Rating& rating_;
   const double* rates_;
   int64_t cells_;
@@ -170,18 +181,18 @@ class Growth {
   std::vector<int64_t> words_;  // ancestor words of the nodes that ran last
 };
 
-Picks grow(const DraftHead& head, const std::vector<Cache>& caches, const Pending& pending, const Shape& shape, const Rating& rating,
-           const std::optional<Tensor>& target_ids) {
+Picks grow(const DraftHead& head, const std::vector<Cache>& caches, const Pending& pending, const Shape& shape, const Law& law,
+           const Rating& rating, const std::optional<Tensor>& target_ids) {
   py::buffer_info info = rating.rates.request();
   TORCH_CHECK(info.ndim == 1 && info.format == py::format_descriptor<double>::format(), "rates must be float64");
-  TORCH_CHECK(shape.nodes > 1 && shape.depth >= 1 && shape.width >= 1 && shape.beam >= 1 && shape.beam <= shape.width &&
+  TORCH_CHECK(shape.nodes > 1 && shape.depth >= 1 && shape.width >= 1 && shape.beam >= 1 && shape.beam <= shape.width && shape.width <= kField &&
                   shape.beam * (shape.depth - 1) < 64, "a tree of this shape cannot be grown");
   TORCH_CHECK((int64_t)rating.depth_cells.size() >= shape.depth && (int64_t)rating.rank_cells.size() >= shape.width, "cells by depth and rank");
   check(pending.table, "table", at::kInt, 3);
   TORCH_CHECK(pending.table.size(0) == 1 && pending.table.size(1) == 1 && !caches.empty(), "one table of one sequence");
   if (target_ids) check(*target_ids, "target_ids", at::kLong, 1);
   py::gil_scoped_release release;
-  return Growth(head, caches, pending, shape, rating, static_cast<const double*>(info.ptr), info.size, target_ids).run();
+  return Growth(head, caches, pending, shape, law, rating, static_cast<const double*>(info.ptr), info.size, target_ids).run();
 }
 
 }  // namespace
@@ -202,12 +213,13 @@ void bind_draft_head(py::module_& m) {
       }, py::call_guard<py::gil_scoped_release>())
       .def("grow", [](const DraftHead& self, const std::vector<Cache>& caches, const std::vector<Tensor>& taps, const std::vector<int64_t>& tokens,
                       int64_t start, int64_t first, const Tensor& table, const std::array<int64_t, 4>& shape, const std::vector<int64_t>& end_ids,
-                      float hopeless, const py::buffer& rates, const std::vector<int64_t>& depth_cells, const std::vector<int64_t>& rank_cells,
+                      float hopeless, const std::optional<std::tuple<double, int64_t, int64_t, int64_t>>& law, const py::buffer& rates, const std::vector<int64_t>& depth_cells, const std::vector<int64_t>& rank_cells,
                       double buckets, double tie, const std::optional<Tensor>& target_ids) {
+        auto [temperature, seed, choice, purpose] = law.value_or(std::make_tuple(0.0, 0, 0, 0));
         return grow(self, caches, {taps, tokens, start, first, table}, {shape[0], shape[1], shape[2], shape[3], end_ids, hopeless},
-                    {rates, depth_cells, rank_cells, buckets, tie}, target_ids);
+                    {law.has_value(), temperature, seed, choice, purpose}, {rates, depth_cells, rank_cells, buckets, tie}, target_ids);
       }, py::arg("caches"), py::kw_only(), py::arg("taps"), py::arg("tokens"), py::arg("start"), py::arg("first"), py::arg("table"), py::arg("shape"),
-         py::arg("end_ids"), py::arg("hopeless"), py::arg("rates"), py::arg("depth_cells"), py::arg("rank_cells"), py::arg("buckets"), py::arg("tie"),
+         py::arg("end_ids"), py::arg("hopeless"), py::arg("law"), py::arg("rates"), py::arg("depth_cells"), py::arg("rank_cells"), py::arg("buckets"), py::arg("tie"),
          py::arg("target_ids"));
 }
 

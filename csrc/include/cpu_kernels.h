@@ -138,11 +138,17 @@ struct StackArgs {
   bool normed_stream = false;                                // the stream starts as the features' norm
 };
 
+constexpr int64_t kField = 256;  // FIELD of specdec/spec/candidates.py
+
 struct CandidateArgs {
-  const float* logits;  // [R, V]
-  int64_t* ids;         // [R, width], best first, ties to the lowest; distinct where the chance is not 0
-  float* chances;       // [R, width] softmax of the row
-  int64_t R, V, width;
+  const float* logits;        // [R, V]
+  const int64_t* target_ids;  // [V] or null: the ids are the target's
+  int64_t* ids;               // [R, width] of the target, best first, ties to the lowest; distinct where the chance is not 0
+  float* chances;             // [R, width] softmax of the row, or share of the race
+  int64_t R, V, width;        // width <= kField
+  bool noisy;                 // logits / temperature of the kField best race with noise
+  NoiseKey key;
+  float temperature;
 };
 
 struct CpuKernels {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -67,6 +67,10 @@ class _Progress:
             taken.append(self.taps.pop(0))
             count -= len(rows)
         return taken
+
+
+Pick = tuple[int, float, int, int, int]
+"""A node chosen for a tree: its place among all candidates, score, token, place of its parent (-1 = the root), cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,27 @@ class HeadRunner:
         for job in jobs:
             self._advanced(job)
         return hidden.index_select(0, last), feedback.index_select(0, last)
+
+    def grow(self, plan: Any, seq: Sequence, cells: int, **options: Any) -> list[Pick]:
+        """One sequence's draft in one compiled call of the head's `plan`: runs all pending pairs, then what the tree needs.
+
+        cells: slots behind the newest token that the call may write. options: the rest of what it takes (`compiled_growth`).
+        """
+        progress = self._progress[seq]
+        job = Job(seq, progress.pending)
+        start, end = progress.seen, progress.seen + job.count
+        picks: list[Pick] = plan.grow(
+            [self._store.layer(i) for i in range(self.head.config.num_layers)],
+            taps=progress.take(job.count),
+            tokens=seq.tokens[start:end],
+            start=start,
+            first=progress.first,
+            table=self.table([seq], end - 1 + cells),
+            target_ids=self.head.target_ids,
+            **options,
+        )
+        self._advanced(job)
+        return picks
 
     def feed(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """One depth of draft nodes, laid out by `Beams`; (hidden, feedback) [T, Hd]."""
