@@ -13,7 +13,8 @@ from specdec import ops, rng
 from specdec.budget import beam
 from specdec.spec.candidates import FIELD
 from specdec.spec.head_drafter import BELOW, NOISY_CELLS, TIE, Scores, depth_cells, rank_cells
-from specdec.spec.head_kv import HeadRunner, Pick
+from specdec.spec.head_kv import HeadRunner
+from specdec.spec.head_progress import Pick
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 At every depth the head runs a beam of the likeliest nodes of all sequences in one pass; each gives `width` candidates. A
 node's score is the product of calibrated chances along its path; the next beam are the best candidates of the depth, and the
-tree the best of all. A chain is a beam of 1. On the CPU one sequence's draft is one compiled call (`compiled_growth`). Under rejection verification the shape is fixed instead: a chain of first draws
-with siblings. Source: reference §2 and §3, scores as in `head_drafter`.
+tree the best of all. A chain is a beam of 1. Under rejection verification the shape is fixed instead: a chain of first draws
+with siblings. On the CPU the draft of one sequence is one compiled call (`compiled_growth`).
+Source: reference §2 and §3, scores as in `head_drafter`.
 """
 
 from __future__ import annotations

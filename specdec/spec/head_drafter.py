@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.spec.candidates import drawn_tree, noise_coupled
-from specdec.spec.head_kv import HeadRunner, Pick
+from specdec.spec.head_kv import HeadRunner
+from specdec.spec.head_progress import Pick
 from specdec.spec.limits import uses
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import DEPTH_BUCKETS, Calibration, depth_bucket
