@@ -194,6 +194,10 @@ class SamplingState:
         """Request slots whose processing works on token ids: their scores must cover the whole vocabulary."""
         return set().union(*(self._uses[name] for name in _BY_ID))
 
+    def only_temperature(self, request_slot: int) -> bool:
+        """Whether nothing but a temperature, 0 included, shapes the request's law."""
+        return not any(request_slot in self._uses[name] for name in _FEATURES if name != "temperature")
+
     def _stages(self, names: Seq[str], scores: Tensor, logits: Tensor, rows: RowInfo) -> Tensor:
         used = {name: i for name in names if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
         for name, index in used.items():
