@@ -10,13 +10,14 @@ import pytest
 
 from specdec.config import SamplingParams
 from specdec.errors import InvalidRequest
-from tests.harness import P, R, chain, checkpoint, engine, oracle_of, run, tree, visible
+from tests.harness import Log, P, R, chain, checkpoint, engine, oracle_of, run, tree, visible
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, seed=7, n=2, logprobs=5, logprobs_mode="processed")
 DRAFTERS = {"ngram": tree("ngram", ngram_min=1), "draft": chain("draft_model", model=checkpoint("draft"))}
 EVERY_TOKEN = range(512)
 XYZ = [123, 124, 125]  # their ids
 NO_WAY_ON = ["xx", "yy", "zzz", "xz", "xyx", "zxy", "yzx", "zy"]  # leave few ways through x, y and z, and none of more than 6
+WAYS = {"xyzzx", "yxyzzx", "yzzx", "zzx", "zx"}
 EXTREMES: dict[str, dict[str, Any]] = {
     "least penalty": {"repetition_penalty": 0.01, "frequency_penalty": -2.0, "presence_penalty": -2.0},
     "least penalty, coldest": {"repetition_penalty": 0.01, "temperature": 1e-6, "top_p": 0.5, "typical_p": 0.5},
@@ -52,10 +53,21 @@ def test_an_output_without_a_way_on_ends(drafter: str) -> None:
     on = run(target, requests)
     assert visible(on["r"]) == visible(off["r"])
     texts = {choice.text for choice in on["r"].outputs}
-    assert len(texts) > 1 and texts <= {"xyzzx", "yxyzzx", "yzzx", "zzx", "zx"}
+    assert len(texts) > 1 and texts <= WAYS
     for choice in on["r"].outputs:
         assert (choice.finish_reason, choice.stop_reason) == ("stop", "nothing_allowed")
         assert len(choice.logprobs or ()) == len(choice.token_ids) == len(choice.text)
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block"])
+def test_drawn_drafts_may_run_into_dead_ends(mode: str) -> None:
+    """The draft model knows the rules too: where they leave nothing, it has nothing to draw from."""
+    requests = {str(seed): (R, replace(SAMPLED, seed=seed, n=4, **EXTREMES["dead ends"])) for seed in range(6)}
+    log = Log()
+    found = run(engine(chain("draft_model", model=checkpoint("draft"), verify=mode)), requests, log=log)
+    ends = [(c.text, c.finish_reason, c.stop_reason) for output in found.values() for c in output.outputs]
+    assert {text for text, _, _ in ends} <= WAYS and {end[1:] for end in ends} == {("stop", "nothing_allowed")}
+    assert log.accepted > 0
 
 
 EVERY_LETTER = [*map(chr, range(33, 127))]
