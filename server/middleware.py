@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.metrics import Metrics
 from specdec.server.errors import error_body
 
-
 DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 10.0
 
 
@@ -95,7 +94,7 @@ def _lingering(receive: Receive, send: Send) -> Send:
     async def lingering(message: Message) -> None:
         if message["type"] != "http.response.body" or message.get("more_body", False):
             return await send(message)
-        await send(message | {"more_body": True})  # its length is in the headers: the client has all of it now
+        await send({**message, "more_body": True})  # its length is in the headers: the client has all of it now
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_discard(receive), DISCARD_SECONDS)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

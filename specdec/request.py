@@ -6,6 +6,7 @@ import secrets
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from specdec.check import shown
 from specdec.config import METHODS, TEST_METHODS, SamplingParams, forbids
 from specdec.errors import InvalidRequest, RequestTooLong
 from specdec.output import OutputText
@@ -46,7 +47,7 @@ def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max
     for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
-            raise InvalidRequest(f"{name}: token id {bad} is outside the vocabulary [0, {vocab_size})", param=name)
+            raise InvalidRequest(f"{name}: token id {shown(bad)} is outside the vocabulary [0, {vocab_size})", param=name)
 
 
 def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) -> None:
@@ -67,7 +68,7 @@ def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) ->
     for name in ("nodes", "depth", "width"):
         value = override.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64):
-            raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {value!r}", param=f"speculation.{name}")
+            raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {shown(value)}", param=f"speculation.{name}")
 
 
 def check_start(params: SamplingParams, bad_words: list[list[int]], end_ids: frozenset[int], vocab_size: int) -> None:

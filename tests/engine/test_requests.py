@@ -257,6 +257,19 @@ def test_choices_need_room_together() -> None:
         target.add_request("late", P, GREEDY)
 
 
+def test_numbers_that_python_will_not_print_are_refused_like_others() -> None:
+    """Python raises a bare ValueError when asked to spell out more than 4,300 digits."""
+    for make, param in (
+        (lambda: SamplingParams(seed=10**5000), "seed"),
+        (lambda: SamplingParams(temperature=10**5000), "temperature"),
+        (lambda: engine().add_request("r", [10**5000], GREEDY), "prompt"),
+        (lambda: engine().add_request("r", P, replace(GREEDY, speculation={"nodes": 10**5000})), "speculation.nodes"),
+    ):
+        with pytest.raises(InvalidRequest, match="one of thousands of digits") as caught:
+            make()
+        assert caught.value.param == param
+
+
 def test_queue_full() -> None:
     """`max_queue` waiting sequences beside the running ones; the refused request leaves no trace."""
     target = engine(max_num_seqs=1, max_queue=2)
