@@ -107,7 +107,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     )
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
     scheduler = Scheduler(
-        config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(spec, heads)
+        config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads)
     )
     taps = taps_of(heads.values()) if any(head.trusted for head in heads.values()) else ()
     runner = ModelRunner(loaded.model, kv, device, taps=taps)

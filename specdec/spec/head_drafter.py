@@ -151,7 +151,7 @@ class HeadDrafter(ABC):
         self.noise_coupled = noise_coupled(context.config)
         self._patient = context.config.policy == "fixed"  # exactly the depth asked for
         self._device = context.device
-        wants = uses(self.name, context.config, self.max_len) if head.trusted else lambda seq: False
+        wants = uses(self.name, self.max_len) if head.trusted else lambda seq: False
         self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=_columns(head, context))
         self._scores = Scores(context.device)
         self._drafts: dict[Sequence, HostDraft] = {}
@@ -180,19 +180,17 @@ class HeadDrafter(ABC):
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         """Trees within the budgets, depths at least 1; and, where drafts were drawn, the law by (tree, node) of its children."""
 
-    @torch.inference_mode()
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the hidden states of committed positions, and learn how often candidates are accepted."""
         self._runner.observe(plan, tree, forward, verdict)
         if not self._drafts:
             return
-        tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
-        paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
+        drafted, decided = tree.host, verdict.host
         for b, share in enumerate(plan.sampling):
-            draft = self._drafts.pop(share.seq, None)
-            if draft is not None and counts[b] > 1 and not finish[b]:  # a cut says nothing about the head
-                n = counts[b]
-                self._scores.learn(draft, tokens[b][:n], parents[b][:n], set(paths[b][: accepted[b]]))
+            draft, n = self._drafts.pop(share.seq, None), drafted.num_nodes[b]
+            if draft is not None and n > 1 and not decided.finish[b]:  # a cut says nothing about the head
+                taken = set(decided.path[b][: decided.num_accepted[b]])
+                self._scores.learn(draft, drafted.tokens[b][:n], drafted.parents[b][:n], taken)
 
     @torch.inference_mode()
     def reset(self, seq: Sequence) -> None:

@@ -62,11 +62,13 @@ class HeadRunner:
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
-        taps = forward.taps if rows == list(range(len(forward.taps))) else forward.taps[torch.tensor(rows, device=forward.taps.device)]
+        whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
+        taps = forward.taps if whole else forward.taps[torch.tensor(rows, device=forward.taps.device)]
         if self._columns is not None:
             taps = taps[:, self._columns]
         jobs = []
-        for (seq, prefill, count), own in zip(owners, taps.split([count for *_, count in owners]), strict=True):
+        parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
+        for (seq, prefill, count), own in zip(owners, parts, strict=True):
             progress = self._progress[seq]
             progress.add(own if 4 * count >= len(taps) else own.clone())  # a small view would keep all of them alive
             due = self._due(seq, progress, prefill)
@@ -77,8 +79,7 @@ class HeadRunner:
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
-        counts, accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
-        paths = verdict.path.tolist() if any(accepted) else [[]] * len(counts)
+        counts, accepted, paths = tree.host.num_nodes, verdict.host.num_accepted, verdict.host.path
         owners: list[tuple[Sequence, bool, int]] = []
         rows: list[int] = []
         row, b = 0, 0

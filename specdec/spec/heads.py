@@ -55,7 +55,7 @@ def taps_of(heads: Iterable[DraftHead]) -> tuple[int, ...]:
     return next(iter(lists)) if len(lists) == 1 else tuple(sorted({tap for taps in lists for tap in taps}))
 
 
-def wants_hidden(config: SpecConfig, heads: Mapping[str, DraftHead]) -> Callable[[Sequence], bool]:
+def wants_hidden(heads: Mapping[str, DraftHead]) -> Callable[[Sequence], bool]:
     """Whether any head reads the hidden states of a sequence."""
-    users = [uses(name, config, head.config.max_positions or None) for name, head in heads.items() if head.trusted]
+    users = [uses(name, head.config.max_positions or None) for name, head in heads.items() if head.trusted]
     return lambda seq: any(user(seq) for user in users)

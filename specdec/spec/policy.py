@@ -155,12 +155,12 @@ class SpecPolicy:
         """
         if self.fixed or self.cost is None or tree.log_q is not None:
             return tree
-        counts = tree.num_nodes.tolist()
+        counts = tree.host.num_nodes
         if max(counts) == 1:
             for share in shares:
                 self._expect(share, [1.0], 1, 0.0, False)
             return tree
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        tokens, parents = tree.host.tokens, tree.host.parents
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
         candidates, probes = [], []
         for b, share in enumerate(shares):
@@ -213,16 +213,16 @@ class SpecPolicy:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
         if self.fixed or not any(state.pending is not None for state in self._states.values()):
             return
-        parents, depths, counts = tree.parents.tolist(), tree.depth.tolist(), tree.num_nodes.tolist()
-        paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
+        drafted, decided = tree.host, verdict.host
         for b, share in enumerate(shares):
             state = self._states.get(share.seq)
             if state is None or state.pending is None:
                 continue
             pending, state.pending = state.pending, None
-            if finish[b] or len(pending.scores) != counts[b]:
+            if decided.finish[b] or len(pending.scores) != drafted.num_nodes[b]:
                 continue
-            self._learn(state, pending, parents[b], depths[b], set(paths[b][: accepted[b]]))
+            taken = set(decided.path[b][: decided.num_accepted[b]])
+            self._learn(state, pending, drafted.parents[b], drafted.depth[b], taken)
 
     def _learn(self, state: _State, pending: _Pending, parents: list[int], depths: list[int], taken: set[int]) -> None:
         record, drafter = state.records[pending.drafter], self._drafters[pending.drafter]
