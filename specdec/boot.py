@@ -108,9 +108,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         layer_in_group=loaded.config.layer_in_group,
     )
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
-    scheduler = Scheduler(
-        config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(spec, heads)
-    )
+    scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads))
     taps = taps_of(heads.values())
     runner = ModelRunner(loaded.model, kv, device, taps=taps)
     context = DrafterContext(

@@ -19,7 +19,7 @@ class Moves:
 def compaction(shares: tuple[Scheduled, ...], verdict: Verdict) -> Moves:
     """Accepted nodes lie in cells root + node index and belong to root + depth; a chain needs no move. Before commit."""
     moves = Moves()
-    for share, path, count in zip(shares, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True):
+    for share, path, count in zip(shares, verdict.host.path, verdict.host.num_accepted, strict=True):
         root = share.seq.num_computed
         for depth, node in enumerate(path[:count], start=1):
             if node != depth:
@@ -32,7 +32,7 @@ def compaction(shares: tuple[Scheduled, ...], verdict: Verdict) -> Moves:
 def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:
     """Statistics of a step that ran and is not committed yet."""
     shares = plan.sampling
-    rows = plan.num_rows - len(shares) + sum(tree.num_nodes.tolist())
+    rows = plan.num_rows - len(shares) + sum(tree.host.num_nodes)
     return StepStats(
         step, len(plan.scheduled), rows, len(shares), context=sum(s.seq.num_computed for s in shares), preempted=len(plan.preempted)
     )

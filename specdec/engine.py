@@ -16,7 +16,7 @@ from specdec.commit import Moves, compaction, count, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
-from specdec.request import RequestState, check_override, check_prompt, token_ids
+from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.tree import merge, root_only
 from specdec.trace import Trace
 from specdec.types import DrafterHealth, DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
@@ -79,6 +79,7 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_ids=frozenset(self.model_config.eos_ids),
         )
+        check_start(params, state.bad_words, state.sequences[0].end_ids, self.vocab_size)
         if trace or self.config.trace:
             state.trace = Trace(self.tokenizer)
         self.scheduler.add(*state.sequences)
@@ -160,8 +161,7 @@ class Engine:
             for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
                 self._requests[seq.request_id].add_prompt_logprobs(start, entries)
         self._move(compaction(plan.sampling, verdict))
-        counts, accepted, finish = verdict.num_committed.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
-        runs, nodes, now, b = verdict.committed.tolist(), tree.num_nodes.tolist(), time.monotonic(), 0
+        decided, now, b = verdict.host, time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:
                 share.seq.num_computed += share.num_new
@@ -169,10 +169,10 @@ class Engine:
                 continue
             logprobs = verdict.logprobs[b] if verdict.logprobs is not None else None
             state = self._requests[share.seq.request_id]
-            kept = state.feed(share.seq.choice, runs[b][: counts[b]], finish[b], logprobs)
-            taken = min(accepted[b], len(kept))
+            kept = state.feed(share.seq.choice, decided.committed[b][: decided.num_committed[b]], decided.finish[b], logprobs)
+            taken = min(decided.num_accepted[b], len(kept))
             self._append(share, kept, taken, now)
-            count(stats, share, tree.drafters[b] if tree.drafters else None, nodes[b] - 1, taken, len(kept))
+            count(stats, share, tree.drafters[b] if tree.drafters else None, tree.host.num_nodes[b] - 1, taken, len(kept))
             if state.trace is not None:
                 state.trace.add(self._steps, share.seq, tree, verdict, b)
             b += 1

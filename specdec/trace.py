@@ -46,19 +46,18 @@ class Trace:
 
     def add(self, step: int, seq: Sequence, tree: DraftTree, verdict: Verdict, b: int) -> None:
         """Record sequence number `b` of the step; call after its tokens were appended."""
-        nodes = int(tree.num_nodes[b])
-        accepted = int(verdict.num_accepted[b])
-        count = int(verdict.num_committed[b])
+        drafted, decided = tree.host, verdict.host
+        nodes, accepted, count = drafted.num_nodes[b], decided.num_accepted[b], decided.num_committed[b]
         self.steps.append(
             TracedStep(
                 step=step,
                 choice=seq.choice,
                 position=len(seq.tokens) - count - 1,
                 drafter=tree.drafters[b] if tree.drafters else None,
-                tokens=tree.tokens[b, :nodes].tolist(),
-                parents=tree.parents[b, :nodes].tolist(),
-                path=verdict.path[b, :accepted].tolist(),
-                committed=verdict.committed[b, :count].tolist(),
+                tokens=drafted.tokens[b][:nodes],
+                parents=drafted.parents[b][:nodes],
+                path=decided.path[b][:accepted],
+                committed=decided.committed[b][:count],
             )
         )
 

@@ -7,7 +7,8 @@ tree (root included, ≤ 64), D depth of the deepest path, V target vocabulary, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,8 @@ class SpecBudget:
 
 
 NO_DRAFT = SpecBudget()
+STUCK = 3  # code of `Verdict.finish`
+NOTHING_ALLOWED = "nothing_allowed"  # and the stop reason that goes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,16 @@ class StepPlan:
         return tuple(s for s in self.scheduled if s.samples)
 
 
-@dataclass(frozen=True, slots=True)
+class HostTree(NamedTuple):
+    """Fields of a `DraftTree` as lists."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    depth: list[list[int]]
+    num_nodes: list[int]
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """Draft trees of the B *sampling* sequences of a plan, in plan order.
 
@@ -104,6 +116,11 @@ class DraftTree:
     score: Tensor | None = None  # [B, N] f32
     log_q: Tensor | None = None  # [B, N, V] f32
     drafters: tuple[str | None, ...] = ()  # per sequence, None = root only
+
+    @cached_property
+    def host(self) -> HostTree:
+        """Copied to the host once, whoever asks."""
+        return HostTree(self.tokens.tolist(), self.parents.tolist(), self.depth.tolist(), self.num_nodes.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +167,38 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+class HostVerdict(NamedTuple):
+    """Fields of a `Verdict` as lists."""
+
+    committed: list[list[int]]
+    num_committed: list[int]
+    path: list[list[int]]
+    num_accepted: list[int]
+    finish: list[int]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What verification decided for the B sampling sequences.
 
     committed[b, :num_committed[b]] are the tokens to append: accepted draft tokens, then correction or bonus, cut at the
-    first end token or length limit. path[b, :num_accepted[b]] are the accepted nodes (root excluded) in order; after a cut
-    only nodes whose token was kept count.
+    first end token or length limit, or before the first row that allows no token. path[b, :num_accepted[b]] are the accepted
+    nodes (root excluded) in order; after a cut only nodes whose token was kept count.
     """
 
     committed: Tensor  # [B, D + 1] i64
-    num_committed: Tensor  # [B] i64, at least 1
+    num_committed: Tensor  # [B] i64, at least 1 unless STUCK
     path: Tensor  # [B, D] i64 node indices
     num_accepted: Tensor  # [B] i64
-    finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length
+    finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length, 3 (STUCK) no token is allowed
     rows: Tensor  # [B, D + 1] i64, row of `Forward.logits` that produced each committed token
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
+
+    @cached_property
+    def host(self) -> HostVerdict:
+        """Copied to the host once, whoever asks."""
+        fields = (self.committed, self.num_committed, self.path, self.num_accepted, self.finish)
+        return HostVerdict(*(field.tolist() for field in fields))
 
 
 @dataclass(slots=True)
@@ -242,7 +275,8 @@ class RequestMetrics:
 class CompletionOutput:
     """One choice of a request. `finish_reason`: "stop" | "length" | "abort" | None while running.
 
-    `stop_reason`: the stop string or token id that ended it, None for the model's own end token.
+    `stop_reason`: the stop string or token id that ended it, None for the model's own end token; "nothing_allowed" where the
+    request's own rules left no token to go on with (see `SamplingParams`).
     """
 
     index: int

@@ -38,6 +38,7 @@ PAIRS = 3  # timings per ratio
 MEASURE_SECONDS = 3.0  # after that long, larger row counts are extrapolated; real steps correct them
 HOPE = 0.8  # share of the table's difference to the nearest visited bucket that an unvisited one is expected to cost
 FORMAT = 3  # of the cached table; 3: attention timed over distinct blocks
+SETTLED = 0.01  # a factor that moved by less is not worth telling the other row counts every step
 TRUST = 1.4  # a kept ratio may differ from a fresh one by this factor
 
 
@@ -141,14 +142,16 @@ class CostModel:
         self._steps += 1
         if self._seen[bucket] >= 0 and self._steps - self._seen[bucket] > self.STALE:
             recent.clear()
-            self._own[bucket] = 1.0
+            self._own[bucket], self._seen[bucket] = 1.0, -1
         ratio = seconds / (self._plain(rows) + self._slope[min(64, round(rows / batch))] * context)
         self._speeds.append(ratio / self._own[bucket])
         self._speed = statistics.median(self._speeds)
         recent.append(ratio / self._speed)
-        self._own[bucket] = statistics.median(recent)
-        self._seen[bucket] = self._steps
-        self._spread()
+        before, own = self._own[bucket], statistics.median(recent)
+        known, self._seen[bucket] = self._seen[bucket] >= 0, self._steps
+        if not known or abs(own - before) > SETTLED * before or self._steps % self.WINDOW == 0:
+            self._own[bucket] = own
+            self._spread()
 
     def _spread(self) -> None:
         """A bucket without fresh observations follows the nearest one that has them, with some hope: see `HOPE`."""

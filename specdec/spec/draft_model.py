@@ -92,7 +92,7 @@ class DraftModel:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn how often candidates of a given probability and rank are accepted."""
-        for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.finish.tolist(), strict=True):
+        for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.host.finish, strict=True):
             trie = self._tries.pop(share.seq, None)
             if trie is not None and kept and not done:
                 trie.draft().learn(kept, self._calibration)

@@ -68,24 +68,22 @@ class Experience:
 
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
-        counts = tree.num_nodes.tolist()
+        drafted, decided, counts = tree.host, verdict.host, tree.host.num_nodes
         if max(counts, default=1) == 1 and not any(state.pending is not None for state in self.states.values()):
             return
-        parents, depths = tree.parents.tolist(), tree.depth.tolist()
-        paths, accepted, finish = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.finish.tolist()
         scores = [None] * len(counts) if tree.score is None else tree.score.tolist()
         for b, share in enumerate(shares):
             state, name = self.states.get(share.seq), share.budget.drafter
             if state is None:
                 continue
             pending, state.pending = state.pending, None
-            if finish[b] or name is None or name not in state.records:
+            if decided.finish[b] or name is None or name not in state.records:
                 continue
-            taken = set(paths[b][: accepted[b]])
+            taken = set(decided.path[b][: decided.num_accepted[b]])
             if pending is not None and len(pending.scores) == counts[b]:
                 self._learn(state, pending, taken)
             if counts[b] > 1:
-                self._judge(state, name, trials_of(parents[b], depths[b], scores[b], counts[b], taken))
+                self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
 
     def _learn(self, state: State, pending: Pending, taken: set[int]) -> None:
         """What the draft won, and how honest its scores were."""

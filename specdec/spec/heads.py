@@ -55,6 +55,6 @@ def taps_of(heads: Iterable[DraftHead]) -> tuple[int, ...]:
     return next(iter(lists)) if len(lists) == 1 else tuple(sorted({tap for taps in lists for tap in taps}))
 
 
-def wants_hidden(config: SpecConfig, heads: Mapping[str, DraftHead]) -> Callable[[Sequence], bool]:
+def wants_hidden(heads: Mapping[str, DraftHead]) -> Callable[[Sequence], bool]:
     """Whether any head reads the hidden states of a sequence: of those that `heads` holds when it is asked."""
-    return lambda seq: any(uses(name, config, h.config.max_positions or None)(seq) for name, h in heads.items() if h.trusted)
+    return lambda seq: any(uses(name, h.config.max_positions or None)(seq) for name, h in heads.items() if h.trusted)

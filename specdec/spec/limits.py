@@ -34,19 +34,22 @@ def usable(names: Iterable[str], proposers: Mapping[str, Proposer], length: int)
     return [name for name in able if fits(proposers[name], length)], "draft_len" if able else "disabled"
 
 
-def uses(name: str, config: SpecConfig, max_len: int | None) -> Callable[[Sequence], bool]:
+def uses(name: str, max_len: int | None) -> Callable[[Sequence], bool]:
     """Whether a sequence may be drafted for by `name`, now: its request allows it, and it is not too long."""
 
     def allowed(seq: Sequence) -> bool:
-        return (max_len is None or len(seq.tokens) <= max_len) and name in limits_of(seq.params.speculation, config, (name,)).drafters
+        return (max_len is None or len(seq.tokens) <= max_len) and _method(seq.params.speculation) in ("auto", name)
 
     return allowed
 
 
+def _method(override: Mapping[str, object] | None) -> object:
+    return (override or {}).get("method") or "auto"
+
+
 def limits_of(override: Mapping[str, object] | None, config: SpecConfig, drafters: tuple[str, ...]) -> Limits:
     """Engine configuration narrowed by a request's `speculation`, which always wins and never widens."""
-    asked = dict(override or {})
-    method = asked.get("method") or "auto"
+    asked, method = dict(override or {}), _method(override)
     names = drafters if method == "auto" else tuple(n for n in drafters if n == method)
 
     def narrowed(name: str, limit: int) -> int:

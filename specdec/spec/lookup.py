@@ -105,8 +105,7 @@ class LookupDrafter(ABC):
         shares = plan.sampling
         if not any(state is not None and state.draft is not None for state in map(self._states.get, (share.seq for share in shares))):
             return
-        finish = verdict.finish.tolist()
-        for share, kept, done in zip(shares, outcomes(tree, verdict), finish, strict=True):
+        for share, kept, done in zip(shares, outcomes(tree, verdict), verdict.host.finish, strict=True):
             state = self._states.get(share.seq)
             if state is None or state.draft is None:
                 continue

@@ -153,12 +153,12 @@ class SpecPolicy:
         """
         if self.fixed or self.cost is None or tree.log_q is not None:
             return tree
-        counts = tree.num_nodes.tolist()
+        counts = tree.host.num_nodes
         if max(counts) == 1:
             for share in shares:
                 self._expect(share, [1.0], 1, 0.0, False)
             return tree
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        tokens, parents = tree.host.tokens, tree.host.parents
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
         candidates, probes = [], []
         for b, share in enumerate(shares):

@@ -145,10 +145,8 @@ class Draft(NamedTuple):
 
 def outcomes(tree: DraftTree, verdict: Verdict) -> list[list[tuple[int, int, bool]]]:
     """Per sequence: (parent, token, accepted) of every draft node that was verified, in tree order."""
-    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
-    counts, paths, accepted = tree.num_nodes.tolist(), verdict.path.tolist(), verdict.num_accepted.tolist()
-    result = []
-    for b, count in enumerate(counts):
-        taken = set(paths[b][: accepted[b]])
-        result.append([(parents[b][i], tokens[b][i], i in taken) for i in range(1, count)])
+    drafted, decided, result = tree.host, verdict.host, []
+    for b, count in enumerate(drafted.num_nodes):
+        taken = set(decided.path[b][: decided.num_accepted[b]])
+        result.append([(drafted.parents[b][i], drafted.tokens[b][i], i in taken) for i in range(1, count)])
     return result

@@ -95,7 +95,7 @@ def test_stale_corrections_are_dropped():
         cost.observe(8, 1, 0, 1.0)
         cost.observe(1, 1, 0, 8e-3)
     assert cost.base(8, 1) > 0.9
-    for _ in range(CostModel.STALE + 1):
+    for _ in range(CostModel.STALE + CostModel.WINDOW):
         cost.observe(1, 1, 0, 8e-3)
     assert cost.base(8, 1) < 15e-3
 
