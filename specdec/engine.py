@@ -150,7 +150,7 @@ class Engine:
         for name, own in by_drafter.items():
             begin = time.perf_counter()
             parts.append(self.proposers[name].propose(tuple(shares[i] for i in own), self.sampling))
-            self.policy.drafted(name, time.perf_counter() - begin, len(own))
+            self.policy.drafted(name, time.perf_counter() - begin, parts[-1])
             orders.append(own)
         return self.policy.trim(merge(parts, orders), shares, other_rows=plan.num_rows - len(shares))
 

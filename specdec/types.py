@@ -31,6 +31,7 @@ class KVGroup:
 class SpecBudget:
     """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node).
 
+    floor: a drafter that looks as it drafts stops where no node has that chance; less would not pay for its next pass.
     feeds: the drafter runs its own nodes, a beam of them at every depth but the last, and keeps their K and V in slots behind
     the newest token (`specdec.budget`).
     """
@@ -40,6 +41,7 @@ class SpecBudget:
     depth: int = 0
     width: int = 1
     feeds: bool = False
+    floor: float = 0.0
 
 
 NO_DRAFT = SpecBudget()
@@ -90,7 +92,7 @@ class StepPlan:
         return tuple(s for s in self.scheduled if s.samples)
 
 
-class HostTree(NamedTuple):
+class TreeLists(NamedTuple):
     """Fields of a `DraftTree` as lists."""
 
     tokens: list[list[int]]
@@ -118,9 +120,9 @@ class DraftTree:
     drafters: tuple[str | None, ...] = ()  # per sequence, None = root only
 
     @cached_property
-    def host(self) -> HostTree:
+    def host(self) -> TreeLists:
         """Copied to the host once, whoever asks."""
-        return HostTree(self.tokens.tolist(), self.parents.tolist(), self.depth.tolist(), self.num_nodes.tolist())
+        return TreeLists(self.tokens.tolist(), self.parents.tolist(), self.depth.tolist(), self.num_nodes.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class HostVerdict(NamedTuple):
+class VerdictLists(NamedTuple):
     """Fields of a `Verdict` as lists."""
 
     committed: list[list[int]]
@@ -195,10 +197,10 @@ class Verdict:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
 
     @cached_property
-    def host(self) -> HostVerdict:
+    def host(self) -> VerdictLists:
         """Copied to the host once, whoever asks."""
         fields = (self.committed, self.num_committed, self.path, self.num_accepted, self.finish)
-        return HostVerdict(*(field.tolist() for field in fields))
+        return VerdictLists(*(field.tolist() for field in fields))
 
 
 @dataclass(slots=True)

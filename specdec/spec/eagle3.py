@@ -26,6 +26,7 @@ from specdec.types import Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
+    from specdec.spec.proposer import DrafterContext
 
 HOPELESS = 0.1  # a beam whose best node is less likely than this is not worth another pass of the head
 
@@ -50,6 +51,11 @@ class Eagle3(HeadDrafter):
     name = "eagle3"
     feeds = True
 
+    def __init__(self, context: DrafterContext):
+        super().__init__(context)
+        patient = context.config.policy == "fixed"  # exactly the depth asked for
+        self.looks = self.noise_coupled and not patient and self._device.type == "cpu"  # elsewhere to look is to wait
+
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
@@ -65,8 +71,7 @@ class Eagle3(HeadDrafter):
 
     def _compiled(self, share: Scheduled, depth: int) -> HostDraft:
         """The draft of one sequence in one compiled call."""
-        hopeless = 0.0 if self._patient else HOPELESS
-        picks = compiled_growth.grow(self._runner, share, depth, self._scores, hopeless)
+        picks = compiled_growth.grow(self._runner, share, depth, self._scores, max(HOPELESS, share.budget.floor) if self.looks else 0.0)
         return numbered(share.seq.tokens[-1], picks)
 
 
@@ -78,7 +83,7 @@ class _Growth:
         self.shares, self.depths, self.sampling = shares, depths, sampling
         self.device = self.head.device
         self.coupled = drafter.noise_coupled
-        self.hasty = self.coupled and not drafter._patient and self.device.type == "cpu"  # elsewhere to look is to wait
+        self.hopeless = max(HOPELESS, min(s.budget.floor for s in shares)) if drafter.looks else 0.0
         self.race = Race(sampling, self.coupled, self.head.target_ids)
         self.live = list(range(len(shares)))
         self.width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
@@ -116,7 +121,7 @@ class _Growth:
             if depth == deepest:
                 break
             scores, parents = self._next_beam(layers[-1])
-            if self.hasty and float(scores.max()) < HOPELESS:
+            if self.hopeless and float(scores.max()) < self.hopeless:
                 break
             if running is None:
                 running = Beam(self.runner, [s.seq for s in self.shares], self.beams, self.depths)

@@ -149,7 +149,6 @@ class HeadDrafter(ABC):
         self.disabled = head.warning if not head.trusted else None
         self.promise = PROMISE if head.trusted and c.fingerprint is not None else 0.0
         self.noise_coupled = noise_coupled(context.config)
-        self._patient = context.config.policy == "fixed"  # exactly the depth asked for
         self._device = context.device
         wants = uses(self.name, self.max_len) if head.trusted else lambda seq: False
         self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=_columns(head, context))

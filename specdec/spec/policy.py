@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
+NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
 LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
 REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
@@ -47,7 +48,6 @@ class SpecPolicy:
         self.experience = Experience(config, proposers, warn_only=self.fixed)
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
-        self._asked: dict[str, int] = {}  # drafter -> deepest budget of this step
         self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
         self._meter = Meter(cost)
 
@@ -94,8 +94,8 @@ class SpecPolicy:
         if depth < 1:
             return self._skip(reason)
         state.drafter = name
-        self._asked[name] = max(depth, self._asked.get(name, 1))
-        return SpecBudget(name, nodes, depth, limits.width, feeds=getattr(self.proposers[name], "feeds", False))
+        proposer = self.proposers[name]
+        return SpecBudget(name, nodes, depth, limits.width, getattr(proposer, "feeds", False), self._floor(name, batch))
 
     def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
         """(drafter, depth, why it is 0). Where the best drafter costs too much to try, a cheaper one may not."""
@@ -137,14 +137,24 @@ class SpecPolicy:
             return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
         if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
-        return paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
+        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
+        looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
+        return max(paying, min(deepest, int(headroom / unit))) if looks else paying
+
+    def _floor(self, name: str, batch: int) -> float:
+        """Chance of a node below which the drafter's next pass and the row of its child cost more than the child wins."""
+        if self.fixed or self.cost is None:
+            return 0.0
+        row = (self.cost.base(2 * batch, batch) - self.cost.base(batch, batch)) / batch
+        return (self.experience.drafters[name].seconds_per_depth + row) / (NEXT * self._token_seconds)
 
     # -- after drafting -----------------------------------------------------------------------------------------------
 
-    def drafted(self, name: str, seconds: float, num_seqs: int) -> None:
-        """`name` took `seconds` to draft for `num_seqs` sequences."""
+    def drafted(self, name: str, seconds: float, tree: DraftTree) -> None:
+        """`name` took `seconds` to draft these trees."""
         self._meter.drafted(seconds)
-        self.experience.drafters[name].took(seconds / max(1, num_seqs * self._asked.pop(name, self.config.depth)))
+        deepest = max(max(depths) for depths in tree.host.depth)
+        self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
         """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
@@ -156,7 +166,7 @@ class SpecPolicy:
         counts = tree.host.num_nodes
         if max(counts) == 1:
             for share in shares:
-                self._expect(share, [1.0], 1, 0.0, False)
+                self._expect(share, [1.0], (1, 0), 0.0, False)
             return tree
         tokens, parents = tree.host.tokens, tree.host.parents
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
@@ -169,7 +179,8 @@ class SpecPolicy:
             probes.append(probe)
         chosen = allocate(candidates, self.cost, other_rows)
         for b, share in enumerate(shares):
-            self._expect(share, [raw[b][i] for i in chosen.kept[b]], counts[b], chosen.extra[b], probes[b])
+            drafted = counts[b], max(tree.host.depth[b])
+            self._expect(share, [raw[b][i] for i in chosen.kept[b]], drafted, chosen.extra[b], probes[b])
         if all(len(k) == n for k, n in zip(chosen.kept, counts, strict=True)):
             return tree
         names = [share.budget.drafter if len(k) > 1 else None for share, k in zip(shares, chosen.kept, strict=True)]
@@ -195,17 +206,18 @@ class SpecPolicy:
             scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
         return scores, probe
 
-    def _expect(self, share: Scheduled, scores: list[float], drafted: int, seconds: float, probe: bool) -> None:
+    def _expect(self, share: Scheduled, scores: list[float], drafted: tuple[int, int], seconds: float, probe: bool) -> None:
+        """scores: of the nodes that stayed. drafted: nodes and depth before the cut."""
         state, name = self.experience.states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        drafting = self.experience.drafters[name].seconds_per_depth * max(1, share.budget.depth)
+        drafting = self.experience.drafters[name].seconds_per_depth * max(1, drafted[1])
         if drafting > CHEAP * self._token_seconds:  # what little a lookup takes must not use up what drafts may risk
             seconds += drafting
         spent = seconds / self._token_seconds
         state.pending = Pending(name, scores, spent, probe)
         if len(scores) == 1:
-            self._skipped["no_match" if drafted == 1 else "policy"] += 1
+            self._skipped["no_match" if drafted[0] == 1 else "policy"] += 1
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ class Proposer(Protocol):
     """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
 
     max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
-    Three attributes may be absent. feeds (absent: False): see `SpecBudget`. disabled (absent: None): why it must never draft,
+    Four attributes may be absent. feeds (absent: False): see `SpecBudget`. looks (absent: False): it stops drafting below the
+    budget's floor. disabled (absent: None): why it must never draft,
     e.g. a draft head of another target (skip reason "disabled"). promise (absent: 0): tokens it is expected to win per step,
     before there is any evidence.
     """

@@ -116,7 +116,8 @@ def simulate(
             rights.append(future)
             trees.append(([share.seq.tokens[-1], *drafted], list(range(-1, len(drafted))), [1.0, *(s for _, s in chain)]))
             if share.budget.drafter and draft_seconds:
-                policy.drafted(share.budget.drafter, draft_seconds * max(1, share.budget.depth), 1)
+                own = tree_from_lists([trees[-1]], [share.budget.drafter])
+                policy.drafted(share.budget.drafter, draft_seconds * max(1, share.budget.depth), own)
                 drafting += draft_seconds * max(1, share.budget.depth)
         tree = tree_from_lists(trees, [s.budget.drafter for s in shares])
         if any(s.budget.drafter for s in shares):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.sampling import SamplingState
 from specdec.spec.head_drafter import numbered
-from specdec.types import RequestOutput, Scheduled
+from specdec.types import DraftTree, RequestOutput
 from tests.harness import GREEDY, P, R, assert_same, engine, run
 from tests.spec.heads import Plain, chain, knowing_head, random_head, tree
 from tests.spec.simulator import LineCost
@@ -87,19 +85,14 @@ def test_penalties_reach_the_drafts() -> None:
 
 
 def clock_heads(target: Engine) -> None:
-    """The policy is told that drafting took half a millisecond per depth asked for, and next to nothing without a head."""
-    drafted, proposer, depths = target.policy.drafted, target.proposers["eagle3"], [0]
-    draft = proposer._draft
+    """The policy is told that drafting took half a millisecond per depth, and next to nothing without a head."""
+    drafted = target.policy.drafted
 
-    def counted(shares: list[Scheduled], asked: list[int], sampling: SamplingState) -> Any:
-        depths[0] += max(asked)
-        return draft(shares, asked, sampling)
+    def clocked(name: str, seconds: float, tree: DraftTree) -> None:
+        deepest = max(max(depths) for depths in tree.host.depth)
+        drafted(name, 5e-4 * max(1, deepest) if name == "eagle3" else 1e-5, tree)
 
-    def clocked(name: str, seconds: float, count: int) -> None:
-        drafted(name, 5e-4 * depths[0] if name == "eagle3" else 1e-5, count)
-        depths[0] = 0
-
-    proposer._draft, target.policy.drafted = counted, clocked
+    target.policy.drafted = clocked
 
 
 @pytest.mark.parametrize("method", ["eagle3", "auto"])

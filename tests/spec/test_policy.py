@@ -11,7 +11,7 @@ from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, Reliabili
 from specdec.spec.choice import paying_depth, widest
 from specdec.spec.limits import Limits, limits_of
 from specdec.spec.policy import SpecPolicy, make_policy
-from specdec.spec.tree import tree_from_lists
+from specdec.spec.tree import root_only, tree_from_lists
 from specdec.types import NO_DRAFT, Scheduled, SpecBudget, StepStats
 from tests.spec.drafting import judge, lists, sequence
 from tests.spec.simulator import Fake, LineCost, LoadCost, RowLoadCost, constant, simulate
@@ -284,7 +284,7 @@ def test_the_cost_model_sees_decoding_steps_without_draft_time():
     made = policy(cost=cost)
     seq = sequence([1, 2])
     made.budget([seq], None)
-    made.drafted("ngram", 3e-3, 1)
+    made.drafted("ngram", 3e-3, root_only([2]))
     made.budget([seq], StepStats(0, 1, 4, 1, 10, step_seconds=13e-3, committed=4))
     made.budget([seq], StepStats(1, 2, 400, 1, 10, step_seconds=1.0, committed=1))  # a prefill share: not decoding alone
     prefilling = sequence([1, 2])
