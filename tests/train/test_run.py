@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from specdec.cli import main as cli
 from specdec.errors import ConfigError
 from specdec.models.head_load import load_head
 from specdec.models.load import LoadedModel, load_model
-from specdec.train.__main__ import main
+from specdec.paths import without_path
+from specdec.train.__main__ import SMOKE, _parser, _settings, main
 from specdec.train.capture import Online
 from specdec.train.data import Answer, make_corpus, read_corpus, write_shard
 from specdec.train.evaluate import simulate
@@ -153,15 +156,67 @@ def test_a_head_can_start_from_another(loaded: LoadedModel, work: Path, tmp_path
     assert fresh and all(name == "mask_hidden" or name.startswith("layers.1.") for name in fresh)
 
 
-def test_the_card_names_numbers_and_command(loaded: LoadedModel, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["specdec", "eagle3", "--data", str(work), "--out", str(tmp_path)])
+def test_the_card_names_the_numbers(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
     report = recipe(loaded, work, tmp_path, steps=2).run(progress=False)
-    assert report is not None and report["argv"] == ["eagle3", "--data", work.name, "--out", tmp_path.name]
-    assert str(tmp_path.parent) not in (tmp_path / "head" / "specdec.json").read_text() + (tmp_path / "head" / "README.md").read_text()
     card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
     assert report is not None and "EAGLE-3 draft head for model" in card and loaded.fingerprint in card
+    assert report["command"] == "" and "Command" not in card  # there was none
     row = next(line for line in card.splitlines() if line.startswith("| all |"))
     assert row.split("|")[3:-1] == [f" {value:.2f} " for value in report["acceptance"]["all"]["lengths"]]
+
+
+def smoke_run(work: Path, out: Path, *more: str) -> list[str]:
+    """Arguments of a smoke run of one step."""
+    data = ["--model", str(work / "model"), "--device", "cpu", "--data", str(work / "cycle"), "--out", str(out)]
+    return ["eagle3", *data, "--smoke", "--steps", "1", *more]
+
+
+@pytest.mark.parametrize(
+    ("start", "typed"),
+    [
+        (lambda arguments: cli(["train", *arguments]), ["specdec", "train"]),
+        (lambda arguments: main(arguments), ["python", "-m", "specdec.train"]),
+    ],
+    ids=["specdec train", "python -m"],
+)
+def test_the_card_names_the_command(work: Path, tmp_path: Path, start: Any, typed: list[str]) -> None:
+    """As it can be typed again, but for the folders of this machine."""
+    out = tmp_path / "two words"
+    assert start(smoke_run(work, out)) == 0
+    card = (out / "head" / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"Command: `(.*)`\.$", card, re.MULTILINE)
+    assert found is not None and shlex.split(found[1]) == [*typed, *map(without_path, smoke_run(work, out))]
+    assert str(tmp_path) not in card + (out / "head" / "specdec.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ([], SMOKE | {"minutes": None}),
+        (["--steps", "7"], SMOKE | {"steps": 7, "minutes": None}),
+        (["--minutes", "0.5"], SMOKE | {"steps": None, "minutes": 0.5}),
+        (["--depths", "2", "--lr", "0.25", "--storage", "float16", "--taps", "0", "1"], {"depths": 2, "lr": 0.25, "taps": [0, 1]}),
+    ],
+    ids=" ".join,
+)
+def test_what_is_typed_beside_smoke_wins(kind: str, typed: list[str], wanted: dict[str, Any]) -> None:
+    arguments = [kind, "--data", "d", "--out", "o", *typed]
+    smoke, plain = (_settings(_parser("specdec train").parse_args([*arguments, *flag])) for flag in (["--smoke"], []))
+    assert {name: smoke[name] for name in wanted} == wanted
+    assert {name for name in smoke if smoke[name] != plain[name]} <= {"smoke", *SMOKE}
+    assert (plain["decay"], plain["storage"]) == (1.0 if kind == "peagle" else 0.8, "float16" if "--storage" in typed else "bfloat16")
+
+
+def test_smoke_runs_for_the_steps_or_minutes_that_were_typed(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(smoke_run(work, tmp_path / "steps")) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 1
+    minutes = [a for a in smoke_run(work, tmp_path / "minutes", "--minutes", "1e-4") if a not in ("--steps", "1")]
+    assert main(minutes) == 0
+    report = json.loads((tmp_path / "minutes" / "report.json").read_text(encoding="utf-8"))
+    assert (report["training"]["steps"], report["training"]["minutes"]) == (None, 1e-4)
+    assert main(smoke_run(work, tmp_path / "both", "--minutes", "1")) == 1
+    assert "exactly one of steps and minutes" in capsys.readouterr().err
 
 
 def test_minutes_bound_a_run(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
