@@ -50,7 +50,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _generate_flags(commands.add_parser("generate", help="let the target answer prompts"))
     for kind in KINDS:
-        _train_flags(commands.add_parser(kind, help=f"train an {kind} head on the answers"), kind)
+        _train_flags(commands.add_parser(kind, help=f"train a head on the answers: {kind}"), kind)
     _evaluate_flags(commands.add_parser("evaluate", help="walk a trained head over answers of temperature 0, or serve prompts with it"))
     plot = commands.add_parser("plot", help="draw the curves of a run")
     plot.add_argument("run_directory", type=Path, help="the --out of a training run")
