@@ -282,6 +282,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tiled_linear", &tiled_linear);
   m.def("tiled_embedding", &tiled_embedding);
   specdec::bind_decoder_stack(m);
+  specdec::bind_draft_head(m);
   specdec::bind_lookup(m);
   specdec::bind_tree_walk(m);
   specdec::bind_memory(m);

@@ -9,6 +9,7 @@ namespace specdec {
 
 const CpuKernels* current_kernels();
 void bind_decoder_stack(pybind11::module_& m);
+void bind_draft_head(pybind11::module_& m);
 void bind_lookup(pybind11::module_& m);
 void bind_tree_walk(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);

@@ -56,6 +56,10 @@ def _device(text: str) -> str:
     return text
 
 
+_MAX_QUEUE = (
+    "unfinished sequences (prompts × n) held beyond the --max-num-seqs that can run; a request that would make them more gets 429, "
+    "one that is larger by itself 400 (default: %(default)s)"
+)
 DTYPE_CHOICES = ("auto", *DTYPES)
 _ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("device", _device, "auto, cpu, cuda or cuda:N"),
@@ -92,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=_port, default=8000, help="0 = any free one (default: %(default)s)")
     p.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="names clients may use; the first is reported")
     p.add_argument("--api-key", type=_key, help="clients must send it as a bearer token; default: open")
-    p.add_argument("--max-queue", type=_whole(0), default=256, help="sequences that may wait; more get 429 (default: %(default)s)")
+    p.add_argument("--max-queue", type=_whole(0), default=256, help=_MAX_QUEUE)
     p.add_argument("--drain-timeout", type=_seconds, default=120.0, help="seconds to finish requests after SIGTERM (default: %(default)s)")
     p.add_argument("--strict", action="store_true", help="refuse unknown request fields instead of naming them in a header")
     p.add_argument(

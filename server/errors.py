@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from specdec.errors import Draining, QueueFull, SpecdecError
 from specdec.metrics import Metrics
 from specdec.server.loop import NotReady
+from specdec.server.protocol import REFUSED
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -64,8 +66,18 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
         else:
             break
         named += 1
-    wanted = dict.fromkeys(e["msg"] for e in (first, *others) if e["loc"][:named] == first["loc"][:named])
+    same = [e for e in (first, *others) if e["loc"][:named] == first["loc"][:named]]
+    wanted = dict.fromkeys(e["msg"] for e in [e for e in same if e["type"] == REFUSED] or same)
     return f"{path}: {', or '.join(list(wanted)[:4])}", path or None
+
+
+def unreadable(cause: BaseException | None) -> str:
+    """What is wrong with a body that the JSON parser gave up on with an error other than its own."""
+    if isinstance(cause, RecursionError):
+        return "the body is nested too deep; no request needs more than a few levels of lists and objects"
+    if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):  # of these it lets only int's pass
+        return f"the body holds a number that is too large, one of more than {sys.get_int_max_str_digits()} digits"
+    return "the body cannot be read; send UTF-8 encoded JSON"
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
@@ -87,7 +99,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         status = error.status_code
         message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed on {request.url.path}"}.get(status)
         if status == 400:
-            message = "the body cannot be read; send UTF-8 encoded JSON"
+            message = unreadable(error.__cause__)
             metrics.rejected.labels("invalid_request").inc()
         body = error_body(status, message or str(error.detail), code=CODES.get(status, "invalid_request"))
         return JSONResponse(body, status, dict(error.headers or {}))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from specdec.admission import check_room, max_running
+from specdec.admission import check_room
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import Draining, EngineDead, SpecdecError
 from specdec.metrics import Gauges, Metrics
@@ -61,8 +61,8 @@ class NotReady(SpecdecError):
 class EngineLoop:
     """Runs the engine. `build` is called on the engine thread and may take minutes (download, load, warm-up).
 
-    max_queue: sequences that may wait before jobs get QueueFull; None = any number. The engine itself is to be built
-    without this limit: it sees prompts one by one, while a job is judged whole.
+    max_queue: unfinished sequences beyond those that can run before jobs get QueueFull; None = any number. The engine itself is to
+    be built without this limit: it sees prompts one by one, while a job is judged whole (see `specdec.admission`).
     """
 
     def __init__(self, build: Callable[[], Engine], metrics: Metrics, *, max_queue: int | None = None):
@@ -257,8 +257,8 @@ class EngineLoop:
         for i, ticket in enumerate(job.tickets):
             try:
                 if i == 0:
-                    free = max_running(engine.config) - engine.num_running
-                    check_room(self.max_queue, job.num_sequences, waiting=engine.num_waiting, free=free)
+                    held = {"running": engine.num_running, "waiting": engine.num_waiting}
+                    check_room(engine.config, self.max_queue, job.num_sequences, **held)
                 engine.add_request(ticket.request_id, ticket.prompt, job.params, arrival=job.arrival)
                 self._live[ticket.request_id] = ticket
             except Exception as err:

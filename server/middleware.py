@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 from typing import Any
 
@@ -11,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.metrics import Metrics
 from specdec.server.errors import error_body
+
+DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 10.0
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -39,7 +43,12 @@ class ApiKey:
 
 
 class BodyLimit:
-    """413 for bodies of more than `limit` bytes, announced or found while reading."""
+    """413 for bodies of more than `limit` bytes, announced or found while reading.
+
+    The connection is closed after that answer, but not before the client has had its time to read it: closing a socket with unread
+    data resets the connection, and the reset overtakes the answer (RFC 9112 §9.6). So what the client still sends is read and
+    thrown away, up to DISCARD_BYTES and for DISCARD_SECONDS.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, metrics: Metrics):
         self.app = app
@@ -50,22 +59,54 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = _header(scope, b"content-length")
-        if announced.isdigit() and int(announced) > self.limit:
-            self.metrics.rejected.labels("request_too_large").inc()
-            body: Any = error_body(413, self._message(), code="request_too_large")
-            return await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, send)
-        read = 0
+        if not announced.isdigit() or int(announced) <= self.limit:
+            return await self._watch(scope, receive, send)
+        self.metrics.rejected.labels("request_too_large").inc()
+        body: Any = error_body(413, self._message(), code="request_too_large")
+        await JSONResponse(body, 413, {"Connection": "close"})(scope, receive, _lingering(receive, send))
+
+    async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; its next `receive` fails once the body is too large, and its answer to that is the last."""
+        read, reply = 0, send
 
         async def counted() -> Message:
-            nonlocal read
+            nonlocal read, reply
             message = await receive()
             read += len(message.get("body", b""))
             if read > self.limit:
                 self.metrics.rejected.labels("request_too_large").inc()
+                reply = _lingering(receive, send) if message["more_body"] else send
                 raise HTTPException(413, self._message(), {"Connection": "close"})
             return message
 
-        await self.app(scope, counted, send)
+        async def answered(message: Message) -> None:
+            await reply(message)
+
+        await self.app(scope, counted, answered)
 
     def _message(self) -> str:
         return f"the body is larger than {self.limit} bytes; send less, or raise --max-body-bytes"
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """`send` that lets the client finish before the response, and with it the connection, ends."""
+
+    async def lingering(message: Message) -> None:
+        if message["type"] != "http.response.body" or message.get("more_body", False):
+            return await send(message)
+        await send({**message, "more_body": True})  # its length is in the headers: the client has all of it now
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_discard(receive), DISCARD_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return lingering
+
+
+async def _discard(receive: Receive) -> None:
+    """Read until the body ends, the client leaves, or DISCARD_BYTES are read."""
+    read = 0
+    while read < DISCARD_BYTES:
+        message = await receive()
+        read += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from specdec.errors import InvalidRequest
 
@@ -21,9 +22,27 @@ def _valid_unicode(text: str) -> str:
     return text
 
 
+REFUSED = "refused"  # type of a finding that says all there is to say about its field
+STRUCTURED = "structured output is not supported yet"
+
+
+def _only_text(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError(REFUSED, "this model takes text only; parts of type {kind} are not supported", {"kind": repr(kind[:40])})
+    return kind
+
+
+def _unstructured(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "text":
+        text = "{why} (type {kind}); leave response_format out, or ask for the text form in the prompt"
+        raise PydanticCustomError(REFUSED, text, {"why": STRUCTURED, "kind": repr(kind[:40])})
+    return kind
+
+
 Text = Annotated[str, AfterValidator(_valid_unicode)]
 Word = Annotated[Text, Field(min_length=1)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+PromptIds = list[int]  # judged against the vocabulary, by the engine
 
 # Sampling methods of other servers.
 _SAMPLERS = (
@@ -45,15 +64,15 @@ UNSUPPORTED: dict[str, str] = {
     "use_beam_search": "beam search is not supported",
     "length_penalty": "beam search is not supported",
     "early_stopping": "beam search is not supported",
-    "guided_json": "structured output is not supported",
-    "guided_regex": "structured output is not supported",
-    "guided_choice": "structured output is not supported",
-    "guided_grammar": "structured output is not supported",
-    "structured_outputs": "structured output is not supported",
-    "json_schema": "structured output is not supported",
-    "grammar": "structured output is not supported",
-    "regex": "structured output is not supported",
-    "ebnf": "structured output is not supported",
+    "guided_json": STRUCTURED,
+    "guided_regex": STRUCTURED,
+    "guided_choice": STRUCTURED,
+    "guided_grammar": STRUCTURED,
+    "structured_outputs": STRUCTURED,
+    "json_schema": STRUCTURED,
+    "grammar": STRUCTURED,
+    "regex": STRUCTURED,
+    "ebnf": STRUCTURED,
     "logits_processors": "custom logits processors are not supported",
     "custom_logit_processor": "custom logits processors are not supported",
     "repeat_penalty": "use repetition_penalty",
@@ -131,7 +150,7 @@ class StreamOptions(Body):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: Text
 
 
@@ -152,7 +171,7 @@ class Prediction(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_unstructured)]
 
 
 class Generation(Body):
@@ -203,7 +222,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | list[Text] | PromptIds | list[PromptIds]
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None

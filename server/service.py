@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Settings:
     """Choices of the HTTP layer. `model_names` empty = the engine's own name; the first is the one reported.
 
-    max_queue: sequences that may wait; None = any number.
+    max_queue: unfinished sequences held beyond those that can run; None = any number.
     """
 
     model_names: tuple[str, ...] = ()

@@ -1,9 +1,13 @@
-"""How many sequences run, and how many may wait: one rule for the scheduler and for the server, which judges whole requests."""
+"""How many sequences run, and how many are held: one rule for the scheduler and for the server, which judges whole requests.
+
+At most `max_running + max_queue` sequences are unfinished at a time, whoever of them runs. A request that would make them more is
+refused whole: with QueueFull, or for good if it is larger than that by itself.
+"""
 
 from __future__ import annotations
 
 from specdec.config import EngineConfig
-from specdec.errors import QueueFull
+from specdec.errors import InvalidRequest, QueueFull
 
 
 def max_running(config: EngineConfig) -> int:
@@ -11,16 +15,19 @@ def max_running(config: EngineConfig) -> int:
     return min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
-def check_room(limit: int | None, count: int, *, waiting: int, free: int) -> None:
-    """QueueFull unless `count` sequences that come together find room, or nobody waits before them.
+def check_room(config: EngineConfig, max_queue: int | None, count: int, *, running: int, waiting: int) -> None:
+    """QueueFull unless `count` sequences that come together find room; InvalidRequest if they never could.
 
-    limit: sequences that may wait, None = any number. waiting: those that do. free: places among the running ones.
-    The exception keeps a group larger than the whole queue from being refused for ever; what arrives after it is refused
-    until its own sequences are few enough.
+    max_queue: unfinished sequences beyond `max_running`, None = any number. running, waiting: the sequences that are unfinished.
     """
-    if limit is None:
+    if max_queue is None:
         return
-    room = limit + max(0, free) - waiting
-    if room <= 0 or (waiting and count > room):
-        text = f"{waiting} sequences are waiting, max_queue is {limit}, the request needs {count}"
-        raise QueueFull(f"{text}; try again later, or send fewer prompts and choices at once")
+    places = max_running(config)
+    rule = f"at most {places + max_queue} are held at a time ({places} that can run + max_queue {max_queue})"
+    if count > places + max_queue:
+        raise InvalidRequest(
+            f"the request needs {count} sequences (prompts × n), but {rule}; send fewer at once, or start with a larger max_queue",
+            param="n",
+        )
+    if running + waiting + count > places + max_queue:
+        raise QueueFull(f"{running} sequences are running and {waiting} waiting, the request needs {count}, but {rule}; try again later")

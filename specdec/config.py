@@ -6,18 +6,19 @@ Field names follow vLLM's offline API where the meaning is the same.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from specdec.errors import ConfigError, InvalidRequest, SpecdecError
+from specdec import check
+from specdec.errors import ConfigError
 
 METHODS = ("auto", "off", "ngram", "suffix", "draft_model", "eagle3", "peagle")
 TEST_METHODS = ("oracle", "wrong", "mix")  # ordinary proposers, for tests and benchmarks of the machinery
 VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
 GREEDY_BELOW = 1e-6  # temperatures that count as 0
+FORBIDDEN = -100.0  # the bias that OpenAI's interface bans a token with
 MAX_NODES = 64  # one 64-bit ancestor word per node, root included
 _USERS = {  # fields of SpecConfig that only some methods read
     **dict.fromkeys(("head", "draft_quantization"), ("auto", "eagle3", "peagle")),
@@ -27,39 +28,16 @@ _USERS = {  # fields of SpecConfig that only some methods read
 }
 
 
-def _require(ok: bool, message: str, param: str, error: type[SpecdecError] = InvalidRequest) -> None:
-    if not ok:
-        raise error(message, param=param)
-
-
-def _number(value: Any, name: str, low: float, high: float, error: type[SpecdecError] = InvalidRequest, *, low_open: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    ok = ok and (value > low if low_open else value >= low) and value <= high
-    _require(ok, f"{name} must be a number in {'(' if low_open else '['}{low}, {high}], got {value!r}", name, error)
-
-
-def _integer(value: Any, name: str, low: int, high: int, error: type[SpecdecError] = InvalidRequest) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(ok, f"{name} must be an integer in [{low}, {high}], got {value!r}", name, error)
-
-
-def _ids(values: Any, name: str) -> None:
-    _require(values is None or isinstance(values, (list, tuple, set, frozenset, range)), f"{name} must be a list of token ids", name)
-    for token in values or ():
-        _integer(token, name, 0, 2**31 - 1)
-
-
-def _words(values: Any, name: str) -> None:
-    ok = values is None or (isinstance(values, (list, tuple, set, frozenset)) and all(isinstance(w, str) and w for w in values))
-    _require(ok, f"{name} must be a list of non-empty strings", name)
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Every field acts at every node of a draft tree, with that node's own path as history.
 
     Order of processing (the same with and without speculation): raw logits → allowed_token_ids, bad_words, min_tokens
     masks, logit_bias → repetition, frequency, presence penalties → temperature → min_p → top_k → top_p → typical_p.
+
+    allowed_token_ids, bad_words, min_tokens (end tokens) and a logit_bias of -100 forbid tokens; a forbidden token never comes
+    out. Rules that leave none to begin with are refused. Where they leave none later, because bad words of several tokens meet
+    the others, that output ends there: finish reason "stop", stop reason "nothing_allowed", be it shorter than min_tokens.
 
     temperature: 0 = greedy. top_k: 0 or -1 = off. max_tokens: None = up to `max_model_len`.
     seed: None draws one at admission; the same seed always gives the same text, with any drafter or none.
@@ -99,40 +77,40 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.speculation, str):
             object.__setattr__(self, "speculation", {"method": self.speculation})
-        _integer(self.n, "n", 1, 128)
-        _number(self.temperature, "temperature", 0.0, 100.0)
-        _integer(self.top_k, "top_k", -1, 2**31 - 1)
-        _number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
-        _number(self.min_p, "min_p", 0.0, 1.0)
-        _number(self.typical_p, "typical_p", 0.0, 1.0, low_open=True)
+        check.integer(self.n, "n", 1, 128)
+        check.number(self.temperature, "temperature", 0.0, 100.0)
+        check.integer(self.top_k, "top_k", -1, 2**31 - 1)
+        check.number(self.top_p, "top_p", 0.0, 1.0, low_open=True)
+        check.number(self.min_p, "min_p", 0.0, 1.0)
+        check.number(self.typical_p, "typical_p", 0.0, 1.0, low_open=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(getattr(self, name), name, -2.0, 2.0)
-        _number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)  # nothing in the range takes a score out of float32
-        _integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+            check.number(getattr(self, name), name, -2.0, 2.0)
+        check.number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)  # nothing in the range takes a score out of float32
+        check.integer(self.min_tokens, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _integer(self.max_tokens, "max_tokens", 1, 2**31 - 1)
-            _require(self.min_tokens <= self.max_tokens, "min_tokens is larger than max_tokens", "min_tokens")
+            check.integer(self.max_tokens, "max_tokens", 1, 2**31 - 1)
+            check.require(self.min_tokens <= self.max_tokens, "min_tokens is larger than max_tokens", "min_tokens")
         if self.seed is not None:
-            _integer(self.seed, "seed", -(2**63), 2**64 - 1)
+            check.integer(self.seed, "seed", -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(getattr(self, name), name, 0, 100)
-        _require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
+                check.integer(getattr(self, name), name, 0, 100)
+        check.require(self.logprobs_mode in ("raw", "processed"), "logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
         self._check_collections()
 
     def _check_collections(self) -> None:
         if self.logit_bias is not None:
-            _require(isinstance(self.logit_bias, dict), "logit_bias must map token ids to numbers", "logit_bias")
+            check.require(isinstance(self.logit_bias, dict), "logit_bias must map token ids to numbers", "logit_bias")
             for token, value in self.logit_bias.items():
-                _integer(token, "logit_bias", 0, 2**31 - 1)
-                _number(value, "logit_bias", -100.0, 100.0)
-        _ids(self.stop_token_ids, "stop_token_ids")
-        _ids(self.allowed_token_ids, "allowed_token_ids")
-        _require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids is empty", "allowed_token_ids")
-        _words((self.stop,) if isinstance(self.stop, str) else self.stop, "stop")
-        _words(self.bad_words, "bad_words")
+                check.integer(token, "logit_bias", 0, 2**31 - 1)
+                check.number(value, "logit_bias", FORBIDDEN, 100.0)
+        check.ids(self.stop_token_ids, "stop_token_ids")
+        check.ids(self.allowed_token_ids, "allowed_token_ids")
+        check.require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids is empty", "allowed_token_ids")
+        check.words((self.stop,) if isinstance(self.stop, str) else self.stop, "stop")
+        check.words(self.bad_words, "bad_words")
         if not isinstance(self.prediction, str):
-            _ids(self.prediction, "prediction")
+            check.ids(self.prediction, "prediction")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -145,6 +123,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Temperature 0, or so small that scores divided by it would leave float32 (the noise then decides nothing anyway)."""
         return self.temperature < GREEDY_BELOW
+
+
+def forbids(bias: float) -> bool:
+    """Whether a `logit_bias` bans its token, instead of making it less likely."""
+    return bias <= FORBIDDEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +163,14 @@ class SpecConfig:
             raise ConfigError(f"speculation method {self.method!r} is unknown; choose one of {', '.join(METHODS)}", param="method")
         if self.verify not in VERIFY_MODES:
             raise ConfigError(f"verify {self.verify!r} is unknown; choose one of {', '.join(VERIFY_MODES)}", param="verify")
-        _require(self.policy in ("auto", "fixed"), f"policy must be 'auto' or 'fixed', got {self.policy!r}", "policy", ConfigError)
+        check.require(self.policy in ("auto", "fixed"), f"policy must be 'auto' or 'fixed', got {self.policy!r}", "policy", ConfigError)
         for name in ("nodes", "depth", "width"):
-            _integer(getattr(self, name), name, 2 if name == "nodes" else 1, MAX_NODES - (name != "nodes"), ConfigError)
+            check.integer(getattr(self, name), name, 2 if name == "nodes" else 1, MAX_NODES - (name != "nodes"), ConfigError)
         for name in ("ngram_min", "ngram_max"):
-            _integer(getattr(self, name), name, 1, 64, ConfigError)
+            check.integer(getattr(self, name), name, 1, 64, ConfigError)
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"ngram_min {self.ngram_min} is larger than ngram_max {self.ngram_max}", param="ngram_min")
-        _number(self.mix_p, "mix_p", 0.0, 1.0, ConfigError)
+        check.number(self.mix_p, "mix_p", 0.0, 1.0, ConfigError)
         self._check_users()
         self._check_synthetic()
 
@@ -196,9 +179,9 @@ class SpecConfig:
         for name, methods in _USERS.items():
             value = getattr(self, name)
             ok = name == "mix_p" or value is None or (isinstance(value, (str, PathLike)) and value != "")
-            _require(ok, f"{name} must be a name or path, got {value!r}", name, ConfigError)
+            check.require(ok, f"{name} must be a name or path, got {value!r}", name, ConfigError)
             used = self.method in methods or value == SpecConfig.__dataclass_fields__[name].default
-            _require(used, f"method {self.method!r} does not use {name}; drop it, or choose {' or '.join(methods)}", name, ConfigError)
+            check.require(used, f"method {self.method!r} does not use {name}; drop it, or choose {' or '.join(methods)}", name, ConfigError)
 
     def _check_synthetic(self) -> None:
         rates = self.synthetic_acceptance
@@ -247,7 +230,7 @@ class EngineConfig:
     num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
-    max_queue: waiting requests beyond which `QueueFull` is raised; None = unbounded (offline use).
+    max_queue: unfinished sequences beyond those that can run before `QueueFull` (see `admission`); None = any number (offline use).
     """
 
     model: str = "smollm2-135m-instruct"
@@ -278,13 +261,13 @@ class EngineConfig:
                 continue
             if name == "max_model_len" and value == 1:
                 raise ConfigError("max_model_len must be at least 2: one token of prompt and one of output", param=name)
-            _integer(value, name, low, high, ConfigError)
-        _number(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, ConfigError, low_open=True)
+            check.integer(value, name, low, high, ConfigError)
+        check.number(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, ConfigError, low_open=True)
         self._check_kinds()
 
     def _check_kinds(self) -> None:
         ok = isinstance(self.model, (str, PathLike)) and str(self.model) != ""
-        _require(ok, f"model must be a known name, a path or a hub id, got {self.model!r}", "model", ConfigError)
+        check.require(ok, f"model must be a known name, a path or a hub id, got {self.model!r}", "model", ConfigError)
         kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
             "speculation": (SpecConfig, "a SpecConfig (see SpecConfig.of)"),
             **dict.fromkeys(("enable_prefix_caching", "deterministic", "trace"), (bool, "True or False")),
@@ -293,8 +276,8 @@ class EngineConfig:
         }
         for name, (kind, wanted) in kinds.items():
             value = getattr(self, name)
-            _require(isinstance(value, kind), f"{name} must be {wanted}, got {value!r}", name, ConfigError)
-        _require(self.load_format in ("auto", "dummy"), "load_format must be 'auto' or 'dummy'", "load_format", ConfigError)
+            check.require(isinstance(value, kind), f"{name} must be {wanted}, got {value!r}", name, ConfigError)
+        check.require(self.load_format in ("auto", "dummy"), "load_format must be 'auto' or 'dummy'", "load_format", ConfigError)
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with these fields replaced."""

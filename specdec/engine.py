@@ -16,7 +16,7 @@ from specdec.commit import Moves, compaction, count, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
-from specdec.request import RequestState, check_override, check_prompt, token_ids
+from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.tree import merge, root_only
 from specdec.trace import Trace
 from specdec.types import DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
@@ -80,6 +80,7 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_ids=frozenset(self.model_config.eos_ids),
         )
+        check_start(params, state.bad_words, state.sequences[0].end_ids, self.vocab_size)
         if trace or self.config.trace:
             state.trace = Trace(self.tokenizer)
         self.scheduler.add(*state.sequences)

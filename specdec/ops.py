@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.decoder_stack import reference as stack_reference
+from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.mass_cut import bisection as cut_bisection
@@ -32,7 +33,9 @@ from specdec.kernels.tree_attention import reference as attention_reference
 from specdec.kernels.tree_walk import reference as walk_reference
 
 if TYPE_CHECKING:
+    from specdec.layers.attention import KVStore
     from specdec.layers.decoder import DecoderStack
+    from specdec.models.draft_heads import DraftHead
     from specdec.rows import RowInfo
     from specdec.sampling import SamplingState
     from specdec.types import Batch
@@ -44,6 +47,7 @@ _TRITON_OPS = (
     *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
     *("gumbel_argmax", "gumbel_noise", "philox_uniform"),
 )
+_BRIDGED = ("linear", "decoder_stack", "draft_pass", "tree_walk")
 _HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
 
 
@@ -53,9 +57,10 @@ def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
         module = import_module("specdec._C")
     except ImportError as err:
         return {}, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
-    linear, stack, walk = (import_module(f"specdec.kernels.{op}.cpu") for op in ("linear", "decoder_stack", "tree_walk"))
-    bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding}
-    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare, "tree_walk": walk.tree_walk}
+    linear, stack, draft, walk = (import_module(f"specdec.kernels.{op}.cpu") for op in _BRIDGED)
+    bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding, "tree_walk": walk.tree_walk}
+    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare}
+    bridges |= {"draft_pass": draft.draft_pass, "prepare_draft": draft.prepare}
     return {**vars(module), **bridges}, None
 
 
@@ -95,10 +100,18 @@ def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequenc
     return None if x.dtype is torch.float32 and caches[0][0].dtype is torch.float32 else _NEEDS_F32
 
 
-def _register(name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend) -> Op:
+def _draft_rejects(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> str | None:
+    if head.plan is None:
+        return head.why_not
+    return None if features.dtype is torch.float32 and kv.layer(0)[0].dtype is torch.float32 else _NEEDS_F32
+
+
+def _register(
+    name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend, covers: Any = ()
+) -> Op:
     """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
     op = TABLE.op(name)
-    op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT))
+    op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT, covers=covers))
     if name in _TRITON_OPS:
         op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
     for backend in extra:
@@ -118,29 +131,14 @@ _PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, No
 _MASS_CUT = _register("mass_cut", cut_reference.mass_cut, _first_not_f32, Backend("bisection", cut_bisection.mass_cut))
 _TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
 _TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
-
 _TREE_WALK = _register("tree_walk", walk_reference.tree_walk, None)
-
-_TREE_ATTENTION = _register(
-    "tree_attention",
-    attention_reference.tree_attention,
-    _attention_rejects,
-    Backend("matmul", attention_matmul.tree_attention, fixed_order=False),
-)
+_MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
+_TREE_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _MATMUL)
 
 _STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
-_DECODER_STACK = TABLE.op("decoder_stack")
-_DECODER_STACK.add(
-    Backend(
-        "cpu",
-        _COMPILED.get("decoder_stack", stack_reference.decoder_stack),
-        ("cpu",),
-        _stack_rejects,
-        missing=_WHY_NOT,
-        covers=_STACK_PARTS,
-    )
-)
-_DECODER_STACK.add(Backend("reference", stack_reference.decoder_stack))
+_DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers=_STACK_PARTS)
+_DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
+_DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
 _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
@@ -213,21 +211,8 @@ def tree_attention(
     tree_mask [T] i64, positions [T] i64, sinks [nh], first [B] i32. A key at logical position p is visible iff p >= first (at
     most the row's own position) and positions - p < window. The rows of a tree are any of its tree_len nodes.
     """
-    return _TREE_ATTENTION(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_query,
-        ctx_lens,
-        tree_len,
-        tree_mask,
-        positions,
-        scale=scale,
-        window=window,
-        sinks=sinks,
-        first=first,
-    )
+    rows = cu_query, ctx_lens, tree_len, tree_mask, positions
+    return _TREE_ATTENTION(q, k_cache, v_cache, block_table, *rows, scale=scale, window=window, sinks=sinks, first=first)
 
 
 def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
@@ -250,6 +235,22 @@ def decoder_stack(
     Tap j is the residual stream on entry to layer j (j = number of layers: before the final norm), in the order given.
     """
     return _DECODER_STACK(x, stack, batch, caches, groups, taps)
+
+
+def prepare_draft(head: DraftHead) -> tuple[Any, str | None]:
+    """`prepare_stack` for the compiled `draft_pass`."""
+    return (None, _WHY_NOT) if _WHY_NOT is not None else _COMPILED["prepare_draft"](head, _HEAD_SIZES)
+
+
+def draft_plan(head: DraftHead) -> Any:
+    """What `prepare_draft` made of the head, if the compiled `draft_pass` is what runs now; else None."""
+    choice = _DRAFT_PASS.choice.get()
+    return head.plan if not choice or _DRAFT_PASS.backends[0].bypasses(choice) is None else None
+
+
+def draft_pass(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> tuple[Tensor, Tensor]:
+    """A draft head's network: (hidden for its lm_head, feedback), each [T,H]; writes K and V. Rows as in `DraftHead.forward`."""
+    return _DRAFT_PASS(features, head, batch, kv)
 
 
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:

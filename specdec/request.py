@@ -6,16 +6,22 @@ import secrets
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from specdec.config import METHODS, TEST_METHODS, SamplingParams
+from specdec.check import shown
+from specdec.config import METHODS, TEST_METHODS, SamplingParams, forbids
 from specdec.errors import InvalidRequest, RequestTooLong
 from specdec.output import OutputText
 from specdec.sequence import Sequence
-from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from specdec.types import NOTHING_ALLOWED, STUCK, CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from specdec.tokenizer import Tokenizer
 
 _OVERRIDES = ("method", "nodes", "depth", "width")
+_FORBID = {  # field -> how it forbids tokens from the start
+    "bad_words": "a bad word of one token is never allowed",
+    "min_tokens": "end tokens are not allowed before min_tokens",
+    "logit_bias": "a bias of -100 forbids a token",
+}
 
 
 def token_ids(prompt: Any) -> list[int]:
@@ -41,7 +47,7 @@ def check_prompt(prompt: list[int], params: SamplingParams, vocab_size: int, max
     for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(i for i in ids if not 0 <= i < vocab_size)
-            raise InvalidRequest(f"{name}: token id {bad} is outside the vocabulary [0, {vocab_size})", param=name)
+            raise InvalidRequest(f"{name}: token id {shown(bad)} is outside the vocabulary [0, {vocab_size})", param=name)
 
 
 def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) -> None:
@@ -62,7 +68,27 @@ def check_override(override: dict[str, Any] | None, methods: tuple[str, ...]) ->
     for name in ("nodes", "depth", "width"):
         value = override.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64):
-            raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {value!r}", param=f"speculation.{name}")
+            raise InvalidRequest(f"speculation.{name} must be an integer in [1, 64], got {shown(value)}", param=f"speculation.{name}")
+
+
+def check_start(params: SamplingParams, bad_words: list[list[int]], end_ids: frozenset[int], vocab_size: int) -> None:
+    """Refuse rules that leave no token to begin with. bad_words: token sequences; those of one token are never allowed.
+
+    Whether rules that do leave one leave another after it depends on the output: see `SamplingParams`.
+    """
+    banned = {
+        "bad_words": {word[0] for word in bad_words if len(word) == 1},
+        "min_tokens": set(end_ids) if params.min_tokens else set(),
+        "logit_bias": {token for token, bias in (params.logit_bias or {}).items() if forbids(bias)},
+    }
+    together = set().union(*banned.values())
+    allowed = params.allowed_token_ids
+    if len(together) < vocab_size if allowed is None else not together.issuperset(allowed):
+        return
+    guilty = {name for name, ids in banned.items() if (ids if allowed is None else ids.intersection(allowed))}
+    names = ["allowed_token_ids"] * (allowed is not None) + [name for name in banned if name in guilty]
+    why = "; ".join(text for name, text in _FORBID.items() if name in guilty)
+    raise InvalidRequest(f"{' and '.join(names)} leave no token to begin with ({why}); relax one of them", param=names[0])
 
 
 def _bad_words(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
@@ -134,27 +160,27 @@ class RequestState:
         return all(s.finished for s in self.sequences)
 
     def feed(self, choice: int, run: list[int], finish: int, logprobs: tuple[TokenLogprobs, ...] | None) -> list[int]:
-        """Take one committed run (`finish`: 0 running, 1 ends in an end token, 2 length limit), token by token.
+        """Take one committed run (`finish` as in `Verdict`), token by token.
 
         Returns the tokens kept: a stop string cuts the run at the token that completes it. Sets the finish reason on
         the sequence; its status is the scheduler's business.
         """
         seq, text = self.sequences[choice], self.texts[choice]
-        kept = len(run)
+        kept, stopped = len(run), False
         for i, token in enumerate(run):
             if text.push(token, ends=finish == 1 and i == len(run) - 1):
-                kept, finish = i + 1, 3
+                kept, stopped = i + 1, True
                 break
-        if finish in (1, 2) and text.close():
-            finish = 3
-        if finish == 1:
+        if stopped or (finish and text.close()):
+            seq.finish_reason, seq.stop_reason = "stop", text.stop_string
+        elif finish == 1:
             seq.finish_reason = "stop"
             last = run[kept - 1]
             seq.stop_reason = last if last in (self.params.stop_token_ids or ()) else None
         elif finish == 2:
             seq.finish_reason = "length"
-        elif finish == 3:
-            seq.finish_reason, seq.stop_reason = "stop", text.stop_string
+        elif finish == STUCK:
+            seq.finish_reason, seq.stop_reason = "stop", NOTHING_ALLOWED
         self._tokens[choice].extend(run[:kept])
         if logprobs is not None:
             self._logprobs[choice].extend(logprobs[:kept])

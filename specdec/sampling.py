@@ -14,6 +14,7 @@ when nobody uses any the logits are returned as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor
 
 from specdec import truncation
+from specdec.config import forbids
 from specdec.penalties import Penalties
 from specdec.rng import to_key
 from specdec.rows import RowInfo
 from specdec.sequence import Sequence
 
 _NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
-_BY_ID = ("allowed", "bad_words", "min_tokens", "bias", "penalty")  # work on token ids
+_BANS = ("allowed", "bad_words", "min_tokens", "bias")  # may forbid tokens
+_BY_ID = (*_BANS, "penalty")  # work on token ids
 _BY_RANK = ("temperature", "min_p", "top_k", "top_p", "typical_p")  # work on a row of scores, whatever its ids
 _FEATURES = (*_BY_ID, *_BY_RANK)
 
@@ -122,7 +125,8 @@ class SamplingState:
             self._bias = self._grown(self._bias, (len(p.logit_bias),), 0.0)
             self._bias[slot] = 0.0
             self._bias_ids[slot, : len(p.logit_bias)] = self._ids(p.logit_bias)
-            self._bias[slot, : len(p.logit_bias)] = torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=self.device)
+            amounts = [-math.inf if forbids(bias) else bias for bias in p.logit_bias.values()]
+            self._bias[slot, : len(amounts)] = torch.tensor(amounts, dtype=torch.float32, device=self.device)
             self._uses["bias"].add(slot)
         words = [list(word) for word in bad_words_ids if len(word)]
         if words:
@@ -181,10 +185,21 @@ class SamplingState:
     def process(self, logits: Tensor, rows: RowInfo, token_mask: Tensor | None = None) -> Tensor:
         """Scores [R, V] f32 of logits [R, V] f32, which stay untouched. token_mask [R, V] bool: True = allowed.
 
-        A bad word or an end token too early is let through where nothing else would be left.
+        A forbidden token is at -inf, and so is a whole row where nothing is allowed: see `stuck`.
         """
         scores = logits if token_mask is None else logits.masked_fill(~token_mask, -torch.inf)
         return self._stages(_FEATURES, scores, logits, rows)
+
+    def stuck(self, scores: Tensor, rows: RowInfo, token_mask: Tensor | None = None) -> Tensor | None:
+        """[R] bool: the rows of processed scores [R, V] in which no token is allowed; None where no request forbids any.
+
+        The output ends before such a row. Knowing costs a pass over the rows that may be stuck, and no look from the host.
+        """
+        index = rows.of(set().union(*(self._uses[name] for name in _BANS))) if token_mask is None else slice(None)
+        if index is None or isinstance(index, slice):
+            return None if index is None else _nothing(scores)
+        none = torch.zeros(rows.num_rows, dtype=torch.bool, device=scores.device)
+        return none.index_copy_(0, index, _nothing(scores.index_select(0, index)))
 
     def truncate(self, logits: Tensor, rows: RowInfo) -> Tensor:
         """Temperature and truncation alone, for logits [R, any] f32 of a draft vocabulary. A copy, or the logits themselves."""
@@ -193,6 +208,10 @@ class SamplingState:
     def working_by_id(self) -> set[int]:
         """Request slots whose processing works on token ids: their scores must cover the whole vocabulary."""
         return set().union(*(self._uses[name] for name in _BY_ID))
+
+    def only_temperature(self, request_slot: int) -> bool:
+        """Whether nothing but a temperature, 0 included, shapes the request's law."""
+        return not any(request_slot in self._uses[name] for name in _FEATURES if name != "temperature")
 
     def _stages(self, names: Seq[str], scores: Tensor, logits: Tensor, rows: RowInfo) -> Tensor:
         used = {name: i for name in names if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
@@ -245,8 +264,12 @@ class SamplingState:
 
 
 def _ban(scores: Tensor, ids: Tensor, active: Tensor) -> Tensor:
-    """-inf at ids [r, W] i64 where active [r, W]; rows that would lose their last token stay as they were."""
+    """-inf at ids [r, W] i64 where active [r, W]."""
     # adding 0 where inactive lets several words share a last token without write conflicts
     loss = torch.where(active, -torch.inf, 0.0).to(scores.dtype)
-    banned = scores.scatter_add(1, ids.clamp(min=0), loss)
-    return torch.where(torch.isneginf(banned).all(dim=-1, keepdim=True), scores, banned)
+    return scores.scatter_add(1, ids.clamp(min=0), loss)
+
+
+def _nothing(scores: Tensor) -> Tensor:
+    """[r] bool: rows of scores [r, V] that are -inf throughout."""
+    return torch.isneginf(scores.amax(dim=-1))

@@ -111,11 +111,11 @@ class Scheduler:
     def add(self, *seqs: Sequence) -> None:
         """Queue sequences (the choices of a request together), all or none.
 
-        Raises RequestTooLong for what could never run, QueueFull beyond `max_queue` (see `check_room`).
+        Raises RequestTooLong for what could never run, QueueFull or InvalidRequest beyond `max_queue` (see `check_room`).
         """
         for seq in seqs:
             self._check_fits(seq)
-        check_room(self.config.max_queue, len(seqs), waiting=self.queue_depth, free=self._roster.max_running - self.num_running)
+        check_room(self.config, self.config.max_queue, len(seqs), running=self.num_running, waiting=self.queue_depth)
         for seq in seqs:
             parent = seq.fork_of
             if parent is not None and not seq.block_hashes:

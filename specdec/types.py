@@ -42,6 +42,8 @@ class SpecBudget:
 
 
 NO_DRAFT = SpecBudget()
+STUCK = 3  # code of `Verdict.finish`
+NOTHING_ALLOWED = "nothing_allowed"  # and the stop reason that goes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +157,15 @@ class Verdict:
     """What verification decided for the B sampling sequences.
 
     committed[b, :num_committed[b]] are the tokens to append: accepted draft tokens, then correction or bonus, cut at the
-    first end token or length limit. path[b, :num_accepted[b]] are the accepted nodes (root excluded) in order; after a cut
-    only nodes whose token was kept count.
+    first end token or length limit, or before the first row that allows no token. path[b, :num_accepted[b]] are the accepted
+    nodes (root excluded) in order; after a cut only nodes whose token was kept count.
     """
 
     committed: Tensor  # [B, D + 1] i64
-    num_committed: Tensor  # [B] i64, at least 1
+    num_committed: Tensor  # [B] i64, at least 1 unless STUCK
     path: Tensor  # [B, D] i64 node indices
     num_accepted: Tensor  # [B] i64
-    finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length
+    finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length, 3 (STUCK) no token is allowed
     rows: Tensor  # [B, D + 1] i64, row of `Forward.logits` that produced each committed token
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
 
@@ -231,7 +233,8 @@ class RequestMetrics:
 class CompletionOutput:
     """One choice of a request. `finish_reason`: "stop" | "length" | "abort" | None while running.
 
-    `stop_reason`: the stop string or token id that ended it, None for the model's own end token.
+    `stop_reason`: the stop string or token id that ended it, None for the model's own end token; "nothing_allowed" where the
+    request's own rules left no token to go on with (see `SamplingParams`).
     """
 
     index: int

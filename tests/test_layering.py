@@ -14,6 +14,7 @@ RANKS = {
     "kernels": 0,
     "errors": 0,
     "files": 0,
+    "check": 1,
     "version": 0,
     "config": 1,
     "types": 1,

@@ -17,7 +17,9 @@ from bench.peers.worker import serve
 def main() -> None:
     path, threads, mode = sys.argv[1:4]
     draft = LlamaPromptLookupDecoding(num_pred_tokens=4) if mode == "lookup" else None
-    llm = llama_cpp.Llama(path, n_ctx=4096, n_threads=int(threads), n_threads_batch=int(threads), draft_model=draft, verbose=False)
+    options = {"n_ctx": 4096, "n_threads": int(threads), "n_threads_batch": int(threads), "verbose": False}
+    # with a draft model it keeps the logits of every position, but makes room for them only when told to
+    llm = llama_cpp.Llama(path, draft_model=draft, logits_all=draft is not None, **options)
 
     def tokens_of(ids: list[int], max_tokens: int) -> Iterator[int]:
         llm.reset()

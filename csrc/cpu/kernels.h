@@ -6,6 +6,7 @@
 #include "noise.h"
 #include "mass_cut.h"
 #include "stack.h"
+#include "candidates.h"
 
 static const CpuKernels table = {SPECDEC_TABLE, linear, embedding, attention, rope_write_kv, rms_norm, silu_mul, gumbel_argmax, noise,
-                                 mass_cut, stack_bytes, decoder_stack};
+                                 mass_cut, stack_bytes, decoder_stack, candidates};

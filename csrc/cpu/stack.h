@@ -7,7 +7,7 @@
 constexpr int64_t kAlone = 4096;  // elements of a row-wise step up to which every thread does all of it
 
 struct Own {  // of one thread, or of all when rows are split
-  float *residual, *x, *act;  // [T, H], [T, H], [T, I]
+  float *residual, *x, *act;  // [T, H], [T, H] or [T, 2 H] (`pair`), [T, I]
   char* digits;
 };
 
@@ -42,7 +42,7 @@ static int64_t lay_out(const StackArgs& a, char* base, Shared* s) {
   s->branch = floats(a.H);
   s->gate_up = floats(2 * a.I);
   int64_t start = used;
-  s->first = {floats(a.H), floats(a.H), floats(a.I), take(digits)};
+  s->first = {floats(a.H), floats(a.features ? 2 * a.H : a.H), floats(a.I), take(digits)};
   s->own_bytes = a.T * (a.H > a.I ? a.H : a.I) <= kAlone ? used - start : 0;
   return used + s->own_bytes * (a.threads - 1);
 }
@@ -110,6 +110,17 @@ struct Member {  // one thread of the team
     rms_norm({in, branch ? residual : nullptr, weight, out + from * a.H, branch ? residual : nullptr, to - from, a.H, a.eps});
   }
 
+  // The first input of a draft head: the norms of token and feature side by side.
+  void pair(const float* token_norm) const {
+    for (int64_t t = lo; t < hi; t++) {
+      const float *token = a.x + t * a.H, *feature = a.features + t * a.H;
+      float* out = own.x + t * 2 * a.H;
+      rms_norm({token, nullptr, token_norm, out, nullptr, 1, a.H, a.eps});
+      rms_norm({feature, nullptr, a.feature_norm, out + a.H, nullptr, 1, a.H, a.eps});
+      __builtin_memcpy(own.residual + t * a.H, a.normed_stream ? out + a.H : feature, sizeof(float) * a.H);
+    }
+  }
+
   void linear(const StackLinear& l, const float* x, float* out) const {
     int64_t area = 0, column = 0;
     for (int p = 0; p < l.count; p++) {
@@ -152,10 +163,11 @@ struct Member {  // one thread of the team
   }
 
   void run() {
-    if (hi > lo) __builtin_memcpy(own.residual + lo * a.H, a.x + lo * a.H, sizeof(float) * (hi - lo) * a.H);
+    if (!a.features && hi > lo) __builtin_memcpy(own.residual + lo * a.H, a.x + lo * a.H, sizeof(float) * (hi - lo) * a.H);
     for (int64_t i = 0; i < a.count; i++) {
       const StackLayer& layer = a.layers[i];
-      norm(i ? s.branch : nullptr, layer.input_norm, own.x, lo, hi);
+      if (i == 0 && a.features) pair(layer.input_norm);
+      else norm(i ? s.branch : nullptr, layer.input_norm, own.x, lo, hi);
       tap(i);
       linear(layer.qkv, own.x, s.qkv);
       attend(layer, a.caches[i]);

@@ -133,6 +133,22 @@ struct StackArgs {
   int threads;
   void* scratch;  // `stack_bytes` bytes, 64-byte aligned
   const int32_t* first = nullptr;  // [B] first visible key, or null: 0
+  // Of a draft head: the first layer reads 2 H columns, norm of x | norm of features, and the stream starts as the features.
+  const float *features = nullptr, *feature_norm = nullptr;  // [T, H] or null: a plain first layer; [H]
+  bool normed_stream = false;                                // the stream starts as the features' norm
+};
+
+constexpr int64_t kField = 256;  // FIELD of specdec/spec/candidates.py
+
+struct CandidateArgs {
+  const float* logits;        // [R, V]
+  const int64_t* target_ids;  // [V] or null: the ids are the target's
+  int64_t* ids;               // [R, width] of the target, best first, ties to the lowest; distinct where the chance is not 0
+  float* chances;             // [R, width] softmax of the row, or share of the race
+  int64_t R, V, width;        // width <= kField
+  bool noisy;                 // logits / temperature of the kField best race with noise
+  NoiseKey key;
+  float temperature;
 };
 
 struct CpuKernels {
@@ -148,6 +164,7 @@ struct CpuKernels {
   void (*mass_cut)(const MassCutArgs&);
   int64_t (*stack_bytes)(const StackArgs&);
   void (*decoder_stack)(const StackArgs&);
+  void (*candidates)(const CandidateArgs&);
 };
 
 int64_t linear_scratch_bytes(int64_t M, int64_t K, WeightKind kind);

@@ -16,16 +16,17 @@ from specdec.kernels.linear.tiles import KINDS, TiledWeight
 if TYPE_CHECKING:
     from specdec.layers.decoder import DecoderStack, Layer
     from specdec.layers.linear import Linear
+    from specdec.layers.norm import RMSNorm
     from specdec.types import Batch
 
 
 def prepare(stack: DecoderStack, head_sizes: Sequence[int]) -> tuple[_C.DecoderStack | None, str | None]:
     """(plan, None), or (None, why this stack cannot run in one compiled call). The weights are shared, not copied."""
-    reason = _refuse(stack, head_sizes)
+    reason = refuse(stack.layers, stack.norm, head_sizes)
     if reason is not None:
         return None, reason
     attention = stack.layers[0].attention
-    layers = [_layer(layer) for layer in stack.layers]
+    layers = [layer_weights(layer) for layer in stack.layers]
     rotary = attention.rotary
     return _C.DecoderStack(layers, stack.norm.weight, rotary.cos, rotary.sin, eps=stack.norm.eps, scale=attention.scale), None
 
@@ -51,32 +52,35 @@ def decoder_stack(
     return hidden, tapped if taps else None
 
 
-def _linears(layer: Layer) -> tuple[Linear, ...]:
-    return layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down
-
-
-def _tiles(linear: Linear) -> list[TiledWeight] | None:
-    return getattr(linear.method, "parts", None)
-
-
-def _refuse(stack: DecoderStack, head_sizes: Sequence[int]) -> str | None:
-    """Why the stack cannot be compiled in, or None."""
-    if not all(_tiles(linear) for layer in stack.layers for linear in _linears(layer)):
+def refuse(layers: Sequence[Layer], norm: RMSNorm, head_sizes: Sequence[int]) -> str | None:
+    """Why these layers and their final norm cannot be compiled in, or None."""
+    if not all(tiles(linear) for layer in layers for linear in _linears(layer)):
         return "weights are not tiled"
-    if stack.layers[0].attention.rotary.cos.shape[1] * 2 not in head_sizes:
+    if layers[0].attention.rotary.cos.shape[1] * 2 not in head_sizes:
         return f"compiled for head sizes {tuple(head_sizes)} only"
-    if any(layer.attention.head_norms for layer in stack.layers):
+    if any(layer.attention.head_norms for layer in layers):
         return "queries and keys are normalised"
-    rotation = {(id(layer.attention.rotary), layer.attention.scale) for layer in stack.layers}
-    eps = {norm.eps for layer in stack.layers for norm in (layer.input_norm, layer.post_norm, stack.norm)}
+    rotation = {(id(layer.attention.rotary), layer.attention.scale) for layer in layers}
+    eps = {norm.eps for layer in layers for norm in (layer.input_norm, layer.post_norm)} | {norm.eps}
     return "layers differ in rotary tables, attention scale or eps" if len(rotation) > 1 or len(eps) > 1 else None
 
 
-def _layer(layer: Layer) -> tuple[Any, ...]:
-    qkv, out, gate_up, down = (_linear(linear) for linear in _linears(layer))
+def layer_weights(layer: Layer) -> tuple[Any, ...]:
+    """A layer as the extension takes it."""
+    qkv, out, gate_up, down = (linear_weights(linear) for linear in _linears(layer))
     return layer.input_norm.weight, qkv, out, layer.post_norm.weight, gate_up, down, layer.attention.window
 
 
-def _linear(linear: Linear) -> tuple[list[tuple[Tensor, int, int]], int, Tensor | None]:
-    parts = [(w.data, KINDS.index(w.kind), w.rows) for w in _tiles(linear) or []]
+def linear_weights(linear: Linear) -> tuple[list[tuple[Tensor, int, int]], int, Tensor | None]:
+    """A tiled linear layer as the extension takes it."""
+    parts = [(w.data, KINDS.index(w.kind), w.rows) for w in tiles(linear) or []]
     return parts, linear.in_features, linear.bias
+
+
+def tiles(linear: Linear) -> list[TiledWeight] | None:
+    """The tiled weights of a linear layer, None where it has none."""
+    return getattr(linear.method, "parts", None)
+
+
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    return layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down

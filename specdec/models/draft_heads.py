@@ -30,7 +30,8 @@ class DraftHead:
     head has none. RoPE tables have the target's length: the head's own says what it was trained for, not where it may run.
     target_ids [Vd] i64: target id of each draft id. mask_feature [Hd]: the feature of a P-EAGLE mask row, else None.
     epoch: digest of config and weights; names the draft KV. trusted: False when the target is not the one it was trained on;
-    `warning` says why. Raises UnsupportedCheckpoint naming tensor or field and both sizes.
+    `warning` says why. plan: the network prepared for one compiled call, or None, with the reason in `why_not`.
+    Raises UnsupportedCheckpoint naming tensor or field and both sizes.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DraftHead:
         vocab, hidden = config.draft_vocab_size, config.hidden_size
         self.lm_head = build.linear(["lm_head"], [vocab], hidden) if config.own_lm_head else target.lm_head
         self._head_dtype = dtype if config.own_lm_head else target.dtype
+        self.plan, self.why_not = ops.prepare_draft(self)
         self.target_ids = _vocabulary(config, weights, build.used).to(device)
         self.mask_feature: Tensor | None = None
         if config.kind == "peagle":
@@ -100,19 +102,7 @@ class DraftHead:
         (hidden [T, Hd] for `logits`, feedback [T, Hd]: the feature of the row's children).
         """
         with self._numerics():
-            tokens = self.wide.input_norm(self.embedding(batch.input_ids).to(self.dtype))
-            normed = self.feature_norm(features)
-            table, slots = batch.block_tables[kv.group_of(0)], batch.slot_mapping[kv.group_of(0)]
-            mixed = self.wide.attention(torch.cat((tokens, normed), dim=1), batch, table, slots, kv.layer(0))
-            x, residual = self.wide.post_norm.add(mixed, normed if self.config.norm_before_residual else features)
-            branch = self.wide.mlp(x)
-            if self.stack is None:
-                hidden, residual = self.norm.add(branch, residual)
-                return hidden, hidden if self.config.norm_output else residual
-            depth = len(self.stack.layers)
-            hidden, tapped = self.stack(branch + residual, batch, _Deeper(kv), (depth,))
-            assert tapped is not None  # asked for
-            return hidden, hidden if self.config.norm_output else tapped
+            return ops.draft_pass(features, self, batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, Hd] of `forward` -> [R, Vd] f32."""
@@ -122,19 +112,6 @@ class DraftHead:
     def _numerics(self) -> AbstractContextManager[None]:
         """In deterministic mode, only backends with a fixed order of reduction may run."""
         return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
-
-
-class _Deeper:
-    """The KV of the layers after the first, counted from 0."""
-
-    def __init__(self, kv: KVStore):
-        self._kv = kv
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._kv.layer(index + 1)
-
-    def group_of(self, index: int) -> int:
-        return self._kv.group_of(index + 1)
 
 
 def _vocabulary(config: HeadConfig, weights: DictWeights, used: set[str]) -> Tensor:

@@ -85,13 +85,15 @@ class Race:
     def law(self, logits: Tensor, rows: TipRows) -> Tensor:
         """log q [R, V] f32 over the target's vocabulary, after the request's processing; -inf outside the draft's.
 
-        A row has no mass where the request allows nothing that the draft knows.
+        A row has no mass where the request allows nothing, or nothing that the draft knows.
         """
         if self.target_ids is not None:
             wide = logits.new_full((logits.shape[0], self.sampling.vocab_size), -torch.inf)
             logits = wide.index_copy_(1, self.target_ids, logits)
         law = torch.log_softmax(self.sampling.process(logits, rows), dim=-1)
-        return law if self.target_ids is None else torch.where(law.isnan(), -torch.inf, law)
+        if self.target_ids is None and self.sampling.working_by_id().isdisjoint(rows.request_slots):
+            return law
+        return torch.where(law.isnan(), -torch.inf, law)
 
     def pick(self, log_q: Tensor, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
         """(ids, chances) from log q [R, V] over the target's vocabulary; a row without mass has no possible candidate."""

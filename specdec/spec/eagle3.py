@@ -3,7 +3,8 @@
 At every depth the head runs a beam of the likeliest nodes of all sequences in one pass; each gives `width` candidates. A
 node's score is the product of calibrated chances along its path; the next beam are the best candidates of the depth, and the
 tree the best of all. A chain is a beam of 1. Under rejection verification the shape is fixed instead: a chain of first draws
-with siblings. Source: reference §2 and §3, scores as in `head_drafter`.
+with siblings. On the CPU the draft of one sequence is one compiled call (`compiled_growth`).
+Source: reference §2 and §3, scores as in `head_drafter`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.budget import beam
+from specdec.spec import compiled_growth
 from specdec.spec.beam import Beam
 from specdec.spec.candidates import TINY, Race, TipRows, spine_first
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells, numbered
@@ -51,6 +53,8 @@ class Eagle3(HeadDrafter):
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
+        if len(shares) == 1 and self.noise_coupled and compiled_growth.fits(self.head, shares[0], sampling):
+            return [self._compiled(shares[0], depths[0])], {}
         growth = _Growth(self, shares, depths, sampling)
         layers, roots = growth.run(), [s.seq.tokens[-1] for s in shares]
         if self.noise_coupled:
@@ -58,6 +62,12 @@ class Eagle3(HeadDrafter):
         drafts = assemble(layers, roots)
         orders = [spine_first(d.parents, s.budget.nodes) for d, s in zip(drafts, shares, strict=True)]
         return [d.select(order) for d, order in zip(drafts, orders, strict=True)], growth.laws(orders)
+
+    def _compiled(self, share: Scheduled, depth: int) -> HostDraft:
+        """The draft of one sequence in one compiled call."""
+        hopeless = 0.0 if self._patient else HOPELESS
+        picks = compiled_growth.grow(self._runner, share, depth, self._scores, hopeless)
+        return numbered(share.seq.tokens[-1], picks)
 
 
 class _Growth:

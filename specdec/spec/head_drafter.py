@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdec.errors import ConfigError
 from specdec.spec.candidates import drawn_tree, noise_coupled
 from specdec.spec.head_kv import HeadRunner
+from specdec.spec.head_progress import Pick
 from specdec.spec.limits import uses
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import DEPTH_BUCKETS, Calibration, depth_bucket
@@ -27,9 +29,15 @@ if TYPE_CHECKING:
 _TRUST = (0.9, 0.6, 0.5, 0.4)  # acceptance over claimed chance by rank, before anything is known
 RANKS, BUCKETS = len(_TRUST), 10
 _CELLS = RANKS * BUCKETS  # per (sampled or not, depth bucket)
-_TIE = 0.02
+NOISY_CELLS = DEPTH_BUCKETS * _CELLS  # cells before those of requests that sample
+TIE = 0.02
 PROMISE = 1.0  # tokens per step that a head made for this very target is expected to win
-_BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
+BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
+
+
+def rank_cells(width: int) -> list[int]:
+    """Cells before those of each candidate ranked along a row."""
+    return [min(rank, RANKS - 1) * BUCKETS for rank in range(width)]
 
 
 def depth_cells(depth: int) -> int:
@@ -51,10 +59,6 @@ class HostDraft:
         number = {old: new for new, old in enumerate(order)}
         parents = [-1, *(number[self.parents[old]] for old in order[1:])]
         return HostDraft([self.tokens[i] for i in order], parents, [self.scores[i] for i in order], [self.cells[i] for i in order])
-
-
-Pick = tuple[int, float, int, int, int]
-"""A node chosen for a tree: its place among all candidates, score, token, place of its parent (-1 = the root), cell."""
 
 
 def numbered(root: int, picked: list[Pick]) -> HostDraft:
@@ -86,19 +90,23 @@ class Scores:
         self._device = device
         self._table: Tensor | None = None
 
+    @property
+    def rates(self) -> array[float]:
+        """Calibrated rate by cell, for compiled drafting."""
+        return self._calibration.rates
+
     def base(self, noisy: Tensor, width: int) -> Tensor:
         """[R, width] i64: first cells of candidates ranked along the row; noisy [R] bool. The depth comes on top (`depth_cells`)."""
-        rank = torch.arange(width, device=noisy.device).clamp_(max=RANKS - 1) * BUCKETS
-        return rank + noisy[:, None] * (DEPTH_BUCKETS * _CELLS)
+        return torch.tensor(rank_cells(width), device=noisy.device) + noisy[:, None] * NOISY_CELLS
 
     def rate(self, chances: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """(rates f32, cells i64), like chances: of candidates with these first cells, depth included. What cannot be right keeps
         the rate of its cell."""
         if self._table is None:
             self._table = torch.tensor(self._calibration.rates, dtype=torch.float32, device=self._device)
-        cells = (chances * _BELOW).long() + base
+        cells = (chances * BELOW).long() + base
         # within a cell the likelier candidate goes first; a tie would be decided by how the batch is laid out
-        return self._table[cells] * (chances * _TIE + (1 - _TIE)), cells
+        return self._table[cells] * (chances * TIE + (1 - TIE)), cells
 
     def learn(self, draft: HostDraft, tokens: list[int], parents: list[int], taken: set[int]) -> None:
         """tokens, parents, taken: the verified tree, a subset of `draft`, and its accepted nodes."""

@@ -12,8 +12,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,61 +20,14 @@ from torch import Tensor
 
 from specdec.cache.kv import Companion
 from specdec.spec.draft_kv import DraftStore
+from specdec.spec.head_progress import Job, Pick, Progress
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.models.draft_heads import DraftHead
     from specdec.sequence import Sequence
 
-MAX_PENDING = 512  # features a sequence keeps while nobody drafts for it
 MAX_ROWS = 2048  # of one pass, bounds its memory
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Slots first … seen - 1 hold draft KV; `taps` are the target's of positions seen - 1 and on, `pending` rows in all.
-
-    Between steps seen - 1 + pending == num_computed: one pair is pending at least, that of the newest token, until it is run.
-    """
-
-    first: int
-    seen: int
-    taps: list[Tensor] = field(default_factory=list)
-    pending: int = 0
-    marked: int = 0  # whole blocks recorded as holding the head's KV
-
-    def add(self, taps: Tensor) -> None:
-        """Taps of the next positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
-        self.taps.append(taps)
-        self.pending += len(taps)
-        excess = self.pending - MAX_PENDING
-        if excess > 0:
-            self.take(excess)
-            self.seen += excess
-            self.first = self.seen
-
-    def take(self, count: int) -> list[Tensor]:
-        """The oldest `count` rows of taps, which are pending no more."""
-        taken: list[Tensor] = []
-        self.pending -= count
-        while count:
-            rows = self.taps[0]
-            if len(rows) > count:
-                taken.append(rows[:count])
-                self.taps[0] = rows[count:]
-                break
-            taken.append(self.taps.pop(0))
-            count -= len(rows)
-        return taken
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Pairs of one sequence to run in slots seen, seen + 1, …; then `masks` mask rows behind them."""
-
-    seq: Sequence
-    count: int
-    masks: int = 0
 
 
 class HeadRunner:
@@ -100,7 +52,7 @@ class HeadRunner:
         self._tables = tables.numpy()[group]
         self._group, self._size = group, companion.block_size
         self._wants, self._columns = wants, columns
-        self._progress: dict[Sequence, _Progress] = {}
+        self._progress: dict[Sequence, Progress] = {}
 
     # -- what the target's passes bring -------------------------------------------------------------------------------
 
@@ -151,18 +103,18 @@ class HeadRunner:
             return progress.seen - 1 + progress.pending
         start = seq.num_computed - share.num_new - accepted
         if start == 0:
-            self._progress[seq] = _Progress(first=1, seen=1)
+            self._progress[seq] = Progress(first=1, seen=1)
         elif not share.rerun:  # the feature before the first new position is lost
-            self._progress[seq] = _Progress(first=start + 1, seen=start + 1)
+            self._progress[seq] = Progress(first=start + 1, seen=start + 1)
         else:
             whole, rest = divmod(start, self._size)
             table = seq.block_tables[self._group]
             filled = all(self._companion.valid(block, self.head.epoch) for block in table[:whole])
             filled &= rest == 0 or self._companion.filled(table[whole], self.head.epoch) >= rest
-            self._progress[seq] = _Progress(first=1 if filled else start, seen=start, marked=whole)
+            self._progress[seq] = Progress(first=1 if filled else start, seen=start, marked=whole)
         return start - share.rerun
 
-    def _due(self, seq: Sequence, progress: _Progress, prefill: bool) -> int:
+    def _due(self, seq: Sequence, progress: Progress, prefill: bool) -> int:
         """Pairs to run now: all that have a slot in a prefill, those that complete a findable block at the end."""
         if prefill:
             return seq.num_computed - progress.seen
@@ -207,6 +159,27 @@ class HeadRunner:
         for job in jobs:
             self._advanced(job)
         return hidden.index_select(0, last), feedback.index_select(0, last)
+
+    def grow(self, plan: Any, seq: Sequence, cells: int, **options: Any) -> list[Pick]:
+        """One sequence's draft in one compiled call of the head's `plan`: runs all pending pairs, then what the tree needs.
+
+        cells: slots behind the newest token that the call may write. options: the rest of what it takes (`compiled_growth`).
+        """
+        progress = self._progress[seq]
+        job = Job(seq, progress.pending)
+        start, end = progress.seen, progress.seen + job.count
+        picks: list[Pick] = plan.grow(
+            [self._store.layer(i) for i in range(self.head.config.num_layers)],
+            taps=progress.take(job.count),
+            tokens=seq.tokens[start:end],
+            start=start,
+            first=progress.first,
+            table=self.table([seq], end - 1 + cells),
+            target_ids=self.head.target_ids,
+            **options,
+        )
+        self._advanced(job)
+        return picks
 
     def feed(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """One depth of draft nodes, laid out by `Beams`; (hidden, feedback) [T, Hd]."""

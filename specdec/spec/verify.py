@@ -8,7 +8,8 @@ position. Walk from the root: while a child of the node drafts x, descend; emit 
   ones it would have emitted; the drafts decided only which rows were there. Nothing is assumed about how they were found: they
   may even have read the same noise. That x ~ softmax(scores) is the Gumbel-max identity.
 
-The walk itself, and where an end token or a limit cuts it, is `ops.tree_walk`.
+The walk itself, and where an end token or a limit cuts it, is `ops.tree_walk`. A row in which the request's own rules allow no
+token ends the output: the run is cut before it (`cut`), as it would have been without drafts.
 
 Rejection and block verification are in `rejection.py`. Synthetic forces acceptance at given rates, for benchmarks of the
 machinery only: its text is not the target's.
@@ -30,7 +31,7 @@ from specdec.logprobs import token_logprobs
 from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.spec import rejection
-from specdec.types import DraftTree, Scheduled, Verdict
+from specdec.types import STUCK, DraftTree, Scheduled, Verdict
 
 
 class Verifier:
@@ -66,6 +67,9 @@ class Verifier:
         """Verdict over the B trees of `shares`. logits [R, V] f32, one row per node; token_mask [R, V] bool, True = allowed."""
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
         scores = sampling.process(logits, rows, token_mask)
+        stuck = sampling.stuck(scores, rows, token_mask)
+        if stuck is not None:  # whatever law such a row gets, nothing of it is emitted
+            scores = scores.masked_fill(stuck[:, None], 0.0)
         if self.mode in ("coupled", "synthetic"):
             following = choose(scores, rows, sampling)
             agrees = self._forced(rows, sampling) if self.mode == "synthetic" else None
@@ -74,6 +78,7 @@ class Verifier:
             agrees, final = walk(scores, rows, sampling)
             following = final[rows.seq]
         verdict = Verdict(*ops.tree_walk(following, agrees, rows, sampling))
+        verdict = verdict if stuck is None else cut(verdict, stuck)
         logprobs = token_logprobs(logits, scores, verdict, [share.seq.params for share in shares])
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
 
@@ -86,6 +91,22 @@ class Verifier:
         coins = ops.philox_uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], rng.SYNTH)
         first = torch.full_like(rows.node, rows.num_rows).scatter_reduce(0, rows.parent, torch.where(rows.node > 0, rows.node, 64), "amin")
         return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate))
+
+
+def cut(verdict: Verdict, stuck: Tensor) -> Verdict:
+    """The verdict, ended before the first token of its run that a stuck row produced. stuck [R] bool.
+
+    Right in every mode: up to there no such row was read, and what is cut off is everything that one had a part in.
+    """
+    column = torch.arange(verdict.rows.shape[1], device=stuck.device)
+    lost = stuck[verdict.rows] & (column < verdict.num_committed[:, None])
+    first = torch.where(lost, column, len(column)).amin(dim=1)
+    return replace(
+        verdict,
+        num_committed=torch.minimum(verdict.num_committed, first),
+        num_accepted=torch.minimum(verdict.num_accepted, first),
+        finish=torch.where(lost.any(dim=1), STUCK, verdict.finish),
+    )
 
 
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:

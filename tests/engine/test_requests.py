@@ -241,17 +241,33 @@ def test_cuda_memory_is_what_bounds_the_blocks_on_cuda(monkeypatch: pytest.Monke
     assert caught.value.param == "gpu_memory_utilization"
 
 
-def test_choices_need_room_together_unless_nobody_waits() -> None:
+def test_choices_need_room_together() -> None:
     """The server's rule for the prompts of a request holds for the choices of one, too: see `admission.check_room`."""
     target = engine(max_num_seqs=1, max_queue=2)
-    target.add_request("alone", P, replace(GREEDY, n=6))
-    target.abort("alone")
+    rule = r"but at most 3 are held at a time \(1 that can run \+ max_queue 2\)"
+    with pytest.raises(InvalidRequest, match=rf"^the request needs 6 sequences \(prompts × n\), {rule}; send fewer") as caught:
+        target.add_request("six", P, replace(GREEDY, n=6))
+    assert caught.value.param == "n" and not target.has_work()
     target.add_request("one", P, GREEDY)
-    with pytest.raises(QueueFull, match="1 sequences are waiting, max_queue is 2, the request needs 3"):
+    with pytest.raises(QueueFull, match=f"^0 sequences are running and 1 waiting, the request needs 3, {rule}; try again later"):
         target.add_request("three", P, replace(GREEDY, n=3))
+    target.step()
     target.add_request("two", P, replace(GREEDY, n=2))
-    with pytest.raises(QueueFull):
+    with pytest.raises(QueueFull, match=f"^1 sequences are running and 2 waiting, the request needs 1, {rule}"):
         target.add_request("late", P, GREEDY)
+
+
+def test_numbers_that_python_will_not_print_are_refused_like_others() -> None:
+    """Python raises a bare ValueError when asked to spell out more than 4,300 digits."""
+    for make, param in (
+        (lambda: SamplingParams(seed=10**5000), "seed"),
+        (lambda: SamplingParams(temperature=10**5000), "temperature"),
+        (lambda: engine().add_request("r", [10**5000], GREEDY), "prompt"),
+        (lambda: engine().add_request("r", P, replace(GREEDY, speculation={"nodes": 10**5000})), "speculation.nodes"),
+    ):
+        with pytest.raises(InvalidRequest, match="one of thousands of digits") as caught:
+            make()
+        assert caught.value.param == param
 
 
 def test_queue_full() -> None:

@@ -247,7 +247,7 @@ def test_bounded_queue() -> None:
     engine.add(sequence([1], 8))
     engine.step()
     engine.add(sequence([1], 2))
-    with pytest.raises(QueueFull, match="max_queue is 1"):
+    with pytest.raises(QueueFull, match="max_queue 1"):
         engine.add(sequence([1], 2))
     assert engine.scheduler.queue_depth == 1
     engine.drain()

@@ -14,6 +14,17 @@ REQUESTS = {
     "repetitive": (R, GREEDY),
     "sampled": (P, SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, max_tokens=32, ignore_eos=True)),
     "penalised": (P, SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, seed=5, max_tokens=32, ignore_eos=True)),
+    "dead ends": (
+        R,
+        SamplingParams(
+            temperature=0.9,
+            top_p=0.9,
+            seed=7,
+            allowed_token_ids=[123, 124, 125],
+            max_tokens=12,
+            bad_words=["xx", "yy", "zzz", "xz", "xyx", "zxy", "yzx", "zy"],
+        ),
+    ),
 }
 
 
@@ -34,3 +45,4 @@ def test_cuda_agrees_with_the_cpu() -> None:
     cuda = run(engine(device="cuda", dtype="float32", kv_cache_bytes=1 << 26), REQUESTS)
     for name in REQUESTS:
         assert cuda[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids, name
+        assert cuda[name].outputs[0].stop_reason == cpu[name].outputs[0].stop_reason, name

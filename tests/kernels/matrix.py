@@ -13,10 +13,11 @@ from specdec import ops
 from specdec.kernels.cases import CASES, Case
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.registry import Backend
+from tests.kernels.draft_cases import draft_cases
 from tests.kernels.stack_cases import stack_cases
 from tests.kernels.walk_cases import walk_cases
 
-ALL_CASES = {**CASES, "decoder_stack": stack_cases, "tree_walk": walk_cases}
+ALL_CASES = {**CASES, "decoder_stack": stack_cases, "draft_pass": draft_cases, "tree_walk": walk_cases}
 
 
 def variants() -> list[str]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from specdec.server import middleware
 from specdec.server.service import Settings
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import Served, served
+from tests.server.net import GUARD
 
 HELLO = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}
@@ -84,13 +92,39 @@ def test_the_field_is_named(fake: Served, path: str, fields: dict[str, Any], par
     refused(fake.http.post(path, json=fields), param=param)
 
 
-@pytest.mark.parametrize("prompt", [[-1], [1, True], [2.5], {"a": 1}, [[1], "a"]], ids=repr)
+@pytest.mark.parametrize("prompt", [[1, True], [2.5], {"a": 1}, [[1], "a"]], ids=repr)
 def test_a_field_of_several_forms_tells_what_each_of_them_misses(fake: Served, prompt: Any) -> None:
     message = refused(fake.http.post(TEXT, json={"prompt": prompt}), param="prompt")["message"]
     assert message.startswith("prompt: Input should be a valid string, or ")
-    assert prompt != [-1] or "greater than or equal to 0" in message
     alone = refused(fake.http.post(TEXT, json={"prompt": "a", "temperature": -1, "top_p": 7}), param="temperature")["message"]
     assert alone == "temperature: Input should be greater than or equal to 0"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "x" * 1000])
+def test_parts_that_are_not_text_are_refused_by_name(fake: Served, kind: str) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    message = refused(fake.http.post(CHAT, json={"messages": [{"role": "user", "content": parts}]}), param="messages[0].content")["message"]
+    assert message == f"messages[0].content: this model takes text only; parts of type {kind[:40]!r} are not supported"
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_structured_output_is_refused_by_name(fake: Served, kind: str) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+        asked = body | {"response_format": {"type": kind, "json_schema": {"name": "x", "schema": {}}}}
+        message = refused(fake.http.post(path, json=asked), param="response_format.type")["message"]
+        assert message.startswith(f"response_format.type: structured output is not supported yet (type {kind!r})")
+
+
+def test_what_the_json_parser_gives_up_on(fake: Served) -> None:
+    for body, named in (
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "a number that is too large"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"prompt": ' + b'{"a": ' * 100_000, "nested too deep"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", "less than 18446744073709551616"),
+    ):
+        error = fake.http.post(TEXT, content=body, headers=JSON).json()["error"]
+        assert named in error["message"] and ("UTF-8" in error["message"]) == (named == "UTF-8")
 
 
 def test_unknown_speculation_names_list_the_allowed_ones(fake: Served) -> None:
@@ -170,6 +204,59 @@ def test_bodies_over_the_limit() -> None:
 
         refused(server.http.post(TEXT, content=chunks(), headers=JSON), 413, code="request_too_large")
         assert server.http.post(TEXT, json={"prompt": "a" * 3000}).status_code == 200
+
+
+BIG = 17 << 20  # more than sockets buffer
+
+
+def pieces(size: int) -> Iterator[bytes]:
+    yield b'{"prompt": "'
+    for _ in range(size >> 16):
+        yield b"a" * (1 << 16)
+    yield b'"}'
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_413_is_read_by_a_client_that_sends_on(fake: Served, chunked: bool) -> None:
+    """It comes while most of the body is still to be sent."""
+    content = pieces(BIG) if chunked else b"".join(pieces(BIG))
+    error = refused(fake.http.post(TEXT, content=content, headers=JSON), 413, code="request_too_large")
+    assert "--max-body-bytes" in error["message"]
+    assert fake.http.post(TEXT, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "flags", [["-H", "Transfer-Encoding: chunked"], ["-H", "Transfer-Encoding: chunked", "-H", "Expect:"], ["-H", "Expect:"]]
+)
+def test_curl_reads_the_413(fake: Served, flags: list[str], tmp_path: Path) -> None:
+    curl = shutil.which("curl")
+    assert curl is not None, "this test needs curl"
+    file = tmp_path / "body"
+    file.write_bytes(b"".join(pieces(BIG)))
+    command = [curl, "-sS", "--max-time", "60", "-H", "Content-Type: application/json", *flags, "--data-binary", f"@{file}"]
+    done = subprocess.run([*command, "-w", "\n%{http_code}", fake.url + TEXT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    body, status = done.stdout.rsplit("\n", 1)
+    assert status == "413" and json.loads(body)["error"]["code"] == "request_too_large"
+
+
+def test_a_body_without_end_is_not_read_for_ever(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is thrown away is bounded in bytes, and in time for a client that sends nothing more."""
+    monkeypatch.setattr(middleware, "DISCARD_BYTES", 1 << 20)
+    monkeypatch.setattr(middleware, "DISCARD_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for silent in (True, False):
+        with socket.create_connection(("127.0.0.1", fake.port)) as sock:
+            sock.settimeout(GUARD)
+            sock.sendall(head + b"Content-Length: 99999999999\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not silent:
+                    sock.sendall(b"a" * (1 << 16))
+                received = b""
+                while piece := sock.recv(1 << 16):
+                    received += piece
+                assert received.startswith(b"HTTP/1.1 413") and b"request_too_large" in received
+    assert fake.http.get("/health").status_code == 200
 
 
 def test_api_key() -> None:

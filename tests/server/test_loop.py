@@ -127,15 +127,37 @@ def test_prompts_of_one_request_are_admitted_whole_or_not_at_all() -> None:
         assert first.result(60).status_code == second.result(60).status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}, {"prompt": ["x", "y", "z"], "n": 40}])
-@pytest.mark.parametrize("max_queue", [0, 4])
-def test_an_idle_engine_serves_a_job_larger_than_the_queue(fields: dict[str, Any], max_queue: int) -> None:
-    engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=4))
-    with served(lambda: engine, Settings(max_queue=max_queue)) as server:
-        answer = server.http.post(TEXT, json=fields | {"max_tokens": 2})
-        assert answer.status_code == 200, answer.text
-        expected = fields.get("n", 1) * (len(fields["prompt"]) if isinstance(fields["prompt"], list) else 1)
-        assert len(answer.json()["choices"]) == expected
+@pytest.mark.parametrize("fields", [{"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}, {"prompt": ["x", "y", "z"], "n": 3}])
+def test_what_can_run_and_what_may_wait_bound_a_job_together(fields: dict[str, Any]) -> None:
+    """Nine sequences: as many as are ever held are served, however few of them run; one more could never be."""
+    for max_queue, status in ((5, 200), (4, 400)):
+        engine = FakeEngine(EngineConfig(model="fake", max_num_seqs=4))
+        with served(lambda engine=engine: engine, Settings(max_queue=max_queue)) as server:  # type: ignore[misc]
+            answer = server.http.post(TEXT, json=fields | {"max_tokens": 2})
+            assert answer.status_code == status, answer.text
+            if status == 200:
+                assert len(answer.json()["choices"]) == 9
+            else:
+                rule = "needs 9 sequences (prompts × n), but at most 8 are held at a time (4 that can run + max_queue 4)"
+                assert rule in answer.json()["error"]["message"] and answer.json()["error"]["code"] == "invalid_request"
+
+
+def test_a_full_queue_tells_its_numbers() -> None:
+    with gated(seqs=2, max_queue=3) as (server, engine, gate), ThreadPoolExecutor(4) as pool:
+        fields = [{"prompt": "a", "n": 2}, {"prompt": "b"}, {"prompt": ["c", "d"]}]
+        asked = []
+        for i, field in enumerate(fields):
+            asked.append(pool.submit(lambda field=field: server.http.post(TEXT, json=field | {"max_tokens": 4000})))  # type: ignore[misc]
+            gate.step_until(lambda i=i: len(server.loop._live) == (1, 2, 4)[i])  # type: ignore[misc]
+        held = engine.num_running + engine.num_waiting
+        assert held == 4  # requests to this engine, which takes n choices for one
+        late = pool.submit(lambda: server.http.post(TEXT, json={"prompt": "e", "n": 2}))
+        gate.step_until(late.done)
+        message = late.result().json()["error"]["message"]
+        assert late.result().status_code == 429 and message.startswith("2 sequences are running and 2 waiting, the request needs 2, but at")
+        assert "at most 5 are held at a time (2 that can run + max_queue 3)" in message
+        gate.open()
+        assert {f.result(60).status_code for f in asked} == {200}
 
 
 @pytest.mark.parametrize(("max_queue", "status"), [(0, 429), (1, 200), (None, 200)])

@@ -144,6 +144,11 @@ def test_flags_become_arguments_of_llm() -> None:
     assert command_line.settings(args).max_queue == 7
 
 
+def test_the_help_tells_what_bounds_the_queue() -> None:
+    text = " ".join(command_line.parser().format_help().split())
+    assert "unfinished sequences (prompts × n) held beyond the --max-num-seqs that can run" in text
+
+
 def test_defaults_are_those_of_the_engine() -> None:
     options = command_line.llm_arguments(command_line.parser().parse_args([]))
     assert EngineConfig(**options) == EngineConfig(speculation=SpecConfig())

@@ -168,6 +168,49 @@ def test_processed_logprobs_are_those_after_the_masks(tiny: Served) -> None:
     assert all(math.exp(value) < 0.5 for value in raw["logprobs"]["token_logprobs"])
 
 
+def refusal(server: Served, **fields: Any) -> dict[str, Any]:
+    """The error object of a text completion that is answered with 400."""
+    answer = server.http.post(TEXT, json={"prompt": P, "max_tokens": 8} | fields)
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(("prompt", "bad"), [([-1], -1), ([[1, 2], [512]], 512), ([2**70], 2**70)])
+def test_a_token_id_outside_the_vocabulary_is_told_with_the_range(tiny: Served, prompt: Any, bad: int) -> None:
+    error = refusal(tiny, prompt=prompt)
+    assert (error["message"], error["param"]) == (f"prompt: token id {bad} is outside the vocabulary [0, 512)", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"allowed_token_ids": [123, 124], "bad_words": ["x", "y"]}, ("allowed_token_ids", "bad_words")),
+        ({"allowed_token_ids": [2], "min_tokens": 1}, ("allowed_token_ids", "min_tokens")),
+        ({"allowed_token_ids": [9, 10], "min_tokens": 1, "stop_token_ids": [9, 10]}, ("allowed_token_ids", "min_tokens")),
+        ({"allowed_token_ids": [9, 9], "logit_bias": {"9": -100}}, ("allowed_token_ids", "logit_bias")),
+        ({"allowed_token_ids": []}, ("allowed_token_ids",)),
+        ({"allowed_token_ids": [512, 100_000]}, ("allowed_token_ids", "[0, 512)")),
+    ],
+)
+def test_rules_that_allow_no_token_are_refused_by_name(tiny: Served, fields: dict[str, Any], named: tuple[str, ...]) -> None:
+    error = refusal(tiny, **fields)
+    assert error["param"] == named[0] and all(name in error["message"] for name in named)
+
+
+def test_an_output_ends_where_nothing_is_allowed(tiny: Served) -> None:
+    """After "x" and "y" in any order, twice the same or both ways, nothing may follow; nothing forbidden is shown for it."""
+    rules: dict[str, Any] = {"allowed_token_ids": [123, 124, 123], "bad_words": ["xx", "yy", "xyx", "yxy"], "ignore_eos": True}
+    whole = complete(tiny, n=4, temperature=1.0, seed=3, logprobs=1, min_tokens=9, **rules)
+    for choice in whole["choices"]:
+        assert choice["text"] in ("xy", "yx") and len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == 2
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "nothing_allowed")
+    assert streamed(tiny, n=4, temperature=1.0, seed=3, **rules) == ([c["text"] for c in whole["choices"]], ["stop"] * 4)
+    doubled = complete(tiny, allowed_token_ids=[123, 123, 124], temperature=1.0, seed=1)["choices"][0]
+    once = complete(tiny, allowed_token_ids=[124, 123], temperature=1.0, seed=1)["choices"][0]
+    assert doubled["token_ids"] == once["token_ids"] and set(once["token_ids"]) == {123, 124}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_who_leaves_frees_the_blocks(tiny: Served, stream: bool) -> None:
     engine = tiny.loop.engine

@@ -11,8 +11,9 @@ import pytest
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.sampling import SamplingState
 from specdec.spec.head_drafter import numbered
-from specdec.types import RequestOutput
+from specdec.types import RequestOutput, Scheduled
 from tests.harness import GREEDY, P, R, assert_same, engine, run
 from tests.spec.heads import Plain, chain, knowing_head, random_head, tree
 from tests.spec.simulator import LineCost
@@ -86,19 +87,19 @@ def test_penalties_reach_the_drafts() -> None:
 
 
 def clock_heads(target: Engine) -> None:
-    """The policy is told that drafting took half a millisecond per pass of the head, and next to nothing without one."""
-    head, passes, drafted = target.proposers["eagle3"].head, [0], target.policy.drafted
-    forward = head.forward
+    """The policy is told that drafting took half a millisecond per depth asked for, and next to nothing without a head."""
+    drafted, proposer, depths = target.policy.drafted, target.proposers["eagle3"], [0]
+    draft = proposer._draft
 
-    def counted(*args: Any) -> Any:
-        passes[0] += 1
-        return forward(*args)
+    def counted(shares: list[Scheduled], asked: list[int], sampling: SamplingState) -> Any:
+        depths[0] += max(asked)
+        return draft(shares, asked, sampling)
 
     def clocked(name: str, seconds: float, count: int) -> None:
-        drafted(name, 5e-4 * passes[0] if name == "eagle3" else 1e-5, count)
-        passes[0] = 0
+        drafted(name, 5e-4 * depths[0] if name == "eagle3" else 1e-5, count)
+        depths[0] = 0
 
-    head.forward, target.policy.drafted = counted, clocked
+    proposer._draft, target.policy.drafted = counted, clocked
 
 
 @pytest.mark.parametrize("method", ["eagle3", "auto"])

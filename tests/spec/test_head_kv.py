@@ -113,7 +113,7 @@ def test_resting_costs_a_view_and_waking_drafts_the_same(monkeypatch: pytest.Mon
 
 def test_a_long_rest_moves_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond what is kept the oldest features go, and draft rows look at nothing before the rest."""
-    monkeypatch.setattr("specdec.spec.head_kv.MAX_PENDING", 8)
+    monkeypatch.setattr("specdec.spec.head_progress.MAX_PENDING", 8)
     expected = run(engine(deterministic=True), {"r": (R, GREEDY)})["r"]
     target = engine(tree("eagle3"), deterministic=True)
     budget, asked = target.policy.budget, [0]

@@ -55,13 +55,7 @@ BAD_WORDS = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
 def plain_scores(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams, bad: list[list[int]]) -> torch.Tensor:
     """The specification, one row, loops over token ids where the definition does."""
     x = logits.clone()
-    if params.allowed_token_ids is not None:
-        x[[v for v in range(VOCAB) if v not in params.allowed_token_ids]] = -math.inf
-    last = [word[-1] for word in bad if len(word) == 1 or output[-(len(word) - 1) :] == word[:-1]]
-    for banned in (last, list(params.stop_token_ids or ()) if len(output) < params.min_tokens else []):
-        tried = x.clone()
-        tried[banned] = -math.inf
-        x = x if tried.isneginf().all() else tried
+    x[sorted(set(range(VOCAB)) - allowed_after(output, params, bad))] = -math.inf
     for v, bias in (params.logit_bias or {}).items():
         x[v] += bias
     for v in set(prompt + output):
@@ -69,6 +63,14 @@ def plain_scores(logits: torch.Tensor, prompt: list[int], output: list[int], par
     for v in set(output):
         x[v] = x[v] - torch.tensor(params.frequency_penalty) * output.count(v) - torch.tensor(params.presence_penalty)
     return x if params.greedy else _plain_truncation(x / params.temperature, params)
+
+
+def allowed_after(output: list[int], params: SamplingParams, bad: list[list[int]]) -> set[int]:
+    """What may follow `output`: the specification of the four rules that forbid tokens."""
+    ids = set(range(VOCAB) if params.allowed_token_ids is None else params.allowed_token_ids)
+    ids -= {word[-1] for word in bad if len(word) == 1 or output[-(len(word) - 1) :] == word[:-1]}
+    ids -= set(params.stop_token_ids or ()) if len(output) < params.min_tokens else set()
+    return ids - {v for v, bias in (params.logit_bias or {}).items() if bias == -100}
 
 
 def _plain_truncation(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -179,13 +181,24 @@ def test_adding_after_preemption_equals_committing_step_by_step() -> None:
     assert grown.length.tolist() == resumed.length.tolist() == [8]
 
 
-def test_masks_never_leave_a_row_empty() -> None:
-    """Only the end token is allowed, but min_tokens forbids it: it is let through rather than emitting a forbidden token."""
-    sampling = SamplingState(1, VOCAB)
-    params = SamplingParams(temperature=0, allowed_token_ids=[4], stop_token_ids=[4], min_tokens=3)
-    sampling.add(new_sequence(0, [1], params), [[4]])
-    scores = sampling.process(torch.zeros(1, VOCAB), RowInfo(tree_from_lists([([1], [-1], None)]), [0], CPU))
-    assert scores.argmax().item() == 4
+def test_a_row_where_nothing_is_allowed_stays_forbidden_and_is_told() -> None:
+    """Every rule at once, on top of it the truncations; the neighbours know nothing of it."""
+    sampling = SamplingState(3, VOCAB)
+    rules = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, typical_p=0.9, repetition_penalty=1.5, allowed_token_ids=[3, 4, 5],
+        logit_bias={3: -100.0}, stop_token_ids=[4], min_tokens=3,
+    )  # fmt: skip
+    plain = SamplingParams(temperature=1.0)
+    for slot, params in enumerate((plain, rules, plain)):
+        sampling.add(new_sequence(slot, [1], params), [[7, 5]] if slot == 1 else [])
+    rows = RowInfo(tree_from_lists([([1, 7], [-1, 0], None)] * 3), [0, 1, 2], CPU)
+    scores = sampling.process(torch.zeros(6, VOCAB), rows)
+    assert scores[2].isneginf().tolist() == [v != 5 for v in range(VOCAB)], "after the root, 5 is left"
+    assert scores[3].isneginf().all(), "after 7 it completes a bad word"
+    stuck = sampling.stuck(scores, rows)
+    assert stuck is not None and stuck.tolist() == [False, False, False, True, False, False]
+    sampling.remove(1)
+    assert sampling.stuck(scores, rows) is None
 
 
 # -- truncation on its own ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.tree import HostTree, chain, tree_from_lists
 from specdec.spec.verify import Verifier, choose
-from specdec.types import Verdict
-from tests.spec.test_sampling import BAD_WORDS, VOCAB, sampling_params
+from specdec.types import NOTHING_ALLOWED, STUCK, Verdict
+from tests.spec.test_sampling import BAD_WORDS, VOCAB, allowed_after, sampling_params
 from tests.spec.toy import decode, new_sequence, root_drafts, toy_logits, toy_step
 from tests.spec.trees import host_trees, path_to, walk
 
@@ -60,6 +61,38 @@ def test_coupled_text_equals_one_token_steps(params: SamplingParams, bad: list[l
         on = decode(params, random_drafts(draft_seed, future), **same)
         assert on.tokens == off.tokens
         assert on.finish_reason == off.finish_reason
+
+
+FEW = st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sampling_params(), FEW, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=6), st.integers(0, 2**32))
+def test_forbidden_tokens_never_come_out(params: SamplingParams, few: list[int], bad: list[list[int]], seed: int) -> None:
+    """So few tokens are allowed that outputs run into dead ends; there they end, with drafts and without."""
+    params = replace(params, allowed_token_ids=few, temperature=1.0)
+    same = {"prompt": PROMPT, "vocab": VOCAB, "seed": seed, "bad_words_ids": bad}
+    off = decode(params, root_drafts, **same)
+    output = off.tokens[len(PROMPT) :]
+    for i, token in enumerate(output):
+        assert token in allowed_after(output[:i], params, bad)
+    ended = off.finish_reason == "stop" or len(output) == params.max_tokens
+    assert off.finish_reason == (NOTHING_ALLOWED if not ended else off.finish_reason)
+    assert ended or not allowed_after(output, params, bad)
+    on = decode(params, random_drafts(seed, off.tokens), **same)
+    assert (on.tokens, on.finish_reason) == (off.tokens, off.finish_reason)
+
+
+def test_dead_ends_are_met_inside_drafts() -> None:
+    """5 and 6 alternate until "5 6 5" would come: the row after the second draft is stuck, and a third draft cannot be accepted."""
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[5, 6], max_tokens=9)
+    sampling, seq = SamplingState(1, VOCAB), new_sequence(0, PROMPT, params)
+    sampling.add(seq, [[5, 5], [6, 6], [5, 6, 5]])
+    first = toy_step(Verifier(), sampling, [seq], [root_drafts(seq)], logits_of=lambda history: -torch.arange(float(VOCAB)))
+    assert first.committed[0].tolist() == [5]
+    verdict = toy_step(Verifier(), sampling, [seq], [([5, 6, 0, 0], [-1, 0, 1, 2], None)], logits_of=lambda history: torch.zeros(VOCAB))
+    assert (int(verdict.num_committed[0]), int(verdict.num_accepted[0]), int(verdict.finish[0])) == (1, 1, STUCK)
+    assert seq.tokens == [*PROMPT, 5, 6] and seq.finish_reason == NOTHING_ALLOWED
 
 
 def test_good_drafts_are_accepted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.tree import tree_from_lists
 from specdec.spec.verify import Verifier
-from specdec.types import Scheduled
+from specdec.types import NOTHING_ALLOWED, Scheduled
 from tests.spec.test_verify_rejection import V, World, target_law
 from tests.spec.toy import decode, new_sequence, root_drafts
 
@@ -34,6 +35,34 @@ def test_rejection_and_block_text_equals_greedy_at_temperature_zero() -> None:
                 verifier=Verifier(mode),
             )
             assert on.tokens == off.tokens
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block"])
+def test_the_law_of_an_output_with_dead_ends(mode: str) -> None:
+    """Three outputs are possible: "2" and "1 2", which nothing may follow, and "1 1 2". With drafts that run through both dead
+    ends they come as often as without (chi-square, 99.9%)."""
+    params = SamplingParams(temperature=1.0, max_tokens=3, allowed_token_ids=[1, 2])
+    bad = [[2, 2], [2, 1], [1, 1, 1]]
+
+    def tally(verifier: Verifier, draft: list[int], first_seed: int) -> Counter[tuple[int, ...]]:
+        found: Counter[tuple[int, ...]] = Counter()
+        for seed in range(first_seed, first_seed + 800):
+            seq = decode(
+                params,
+                lambda seq: ([seq.tokens[-1], *draft], range(-1, len(draft)), None),
+                prompt=[0],
+                vocab=3,
+                seed=seed,
+                bad_words_ids=bad,
+                verifier=verifier,
+            )
+            assert seq.finish_reason == ("length" if len(seq.tokens) == 4 else NOTHING_ALLOWED)
+            found[tuple(seq.tokens[1:])] += 1
+        return found
+
+    off, on = tally(Verifier(), [], 0), tally(Verifier(mode), [1, 2, 1], 1000)
+    assert set(off) == set(on) == {(2,), (1, 2), (1, 1, 2)}
+    assert sum((off[k] - on[k]) ** 2 / (off[k] + on[k]) for k in off) < 13.8  # 2 degrees of freedom
 
 
 def test_block_refuses_trees() -> None:

@@ -12,7 +12,7 @@ from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.tree import HostTree, tree_from_lists
 from specdec.spec.verify import Verifier
-from specdec.types import Scheduled, Verdict
+from specdec.types import NOTHING_ALLOWED, Scheduled, Verdict
 from tests.spec.trees import path_to
 
 Drafter = Callable[[Sequence], HostTree]
@@ -63,7 +63,7 @@ def toy_step(
         seq.append(new, int(verdict.num_accepted[b]))
         sampling.commit(seq, new)
         if verdict.finish[b]:
-            seq.finish_reason = "stop" if verdict.finish[b] == 1 else "length"
+            seq.finish_reason = (None, "stop", "length", NOTHING_ALLOWED)[int(verdict.finish[b])]
     return verdict
 
 
