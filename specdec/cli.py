@@ -87,7 +87,7 @@ def _serve(args: argparse.Namespace, rest: list[str]) -> int:
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
     from specdec.train.__main__ import main as train
 
-    return train(rest)
+    return train(rest, program="specdec train")
 
 
 def _llm(args: argparse.Namespace) -> Any:

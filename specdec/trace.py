@@ -38,7 +38,7 @@ class TracedStep:
 
 
 class Trace:
-    """Steps of a request. `frame()` needs pandas; `str()` draws trees as text; notebooks show the last tree as SVG."""
+    """Steps of a request. `frame()` needs pandas; `str()` draws trees as text; notebooks show the widest tree as SVG."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.steps: list[TracedStep] = []

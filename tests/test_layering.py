@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = {
     "kernels": 0,
     "errors": 0,
+    "files": 0,
     "check": 1,
     "version": 0,
     "config": 1,

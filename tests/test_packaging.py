@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,29 @@ def test_version_has_one_home() -> None:
 
     text = (ROOT / "pyproject.toml").read_text()
     assert "specdec.version.__version__" in text and __version__ not in text
+
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+START = "import site; site.addsitedir('site'); import specdec; print(specdec.__version__, specdec.__file__)"
+
+
+@pytest.mark.parametrize("folder", ["beside the clone", "in a folder with an empty specdec", "elsewhere"])
+def test_an_editable_install_is_not_hidden_by_a_folder_named_specdec(tmp_path: Path, folder: str) -> None:
+    """A notebook in the folder that holds the clone sees ./specdec, which is not the package, before it sees the install."""
+    from specdec.version import __version__
+
+    clone = tmp_path / "specdec"
+    shutil.copytree(ROOT / "specdec", clone / "specdec", symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("kernels", "server", "csrc"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone / name)
+    work = tmp_path if folder == "beside the clone" else tmp_path / "work"
+    (work / "specdec" if folder.startswith("in a") else work).mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "SPECDEC_CPU": "0"} | {"PYTHONPATH": ""}
+    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=clone, env=env, capture_output=True, check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(work / "site")
+    # -S: this environment's own packages, an installed specdec among them, are not on the path.
+    done = subprocess.run([sys.executable, "-S", "-c", START], cwd=work, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [__version__, str(clone / "specdec" / "__init__.py")], done.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from specdec.errors import ConfigError
+from specdec.files import write_tensors
 from specdec.layers.linear import RawWeight
 from specdec.models.config import ModelConfig
 from specdec.models.llama import LlamaModel
@@ -84,7 +84,7 @@ class _Recorder:
         return self._directory / f"part-{index}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        write_tensors(self._part(len(self._shards)), self._pending, {"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending = {}
 

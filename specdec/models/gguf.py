@@ -1,17 +1,15 @@
 """GGUF checkpoints: parse once, then map the weight blocks straight from the file.
 
 Parsing the metadata takes seconds (the vocabulary is a list of strings), so its result is kept in the cache: `index.json`
-(config and, per tensor, kind, shape and place in the file), `tokenizer.json`, `tokenizer_config.json`. The key is the
-file's path, size and modification time. Blocks stay packed; nothing is copied or dequantised before the model takes it.
+(config and, per tensor, kind, shape and place in the file), `tokenizer.json`, `tokenizer_config.json`, and `SHA256SUMS` of
+these. The key is the file's path, size and modification time; what does not match its sums is parsed again. Blocks stay
+packed; nothing is copied or dequantised before the model takes it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
+from specdec.files import write_bytes
 from specdec.layers.linear import RawWeight
 from specdec.models.config import RopeConfig
 from specdec.models.gguf_tokenizer import tokenizer_files
@@ -29,6 +28,8 @@ from specdec.models.weights import missing, wrong_shape
 from specdec.quant.ggml import GgmlBlocks
 
 _VERSION = 1  # of the cached form
+_PARSED = ("index.json", "tokenizer.json", "tokenizer_config.json")
+_SUMS = "SHA256SUMS"
 PACKED = ("Q4_0", "Q4_1", "Q8_0")
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama"), "qwen2": ("Qwen2ForCausalLM", "qwen2")}
@@ -57,24 +58,30 @@ def parse(path: Path) -> Path:
     key = hashlib.sha256(f"{_VERSION}/{path.resolve()}/{stat.st_size}/{stat.st_mtime_ns}".encode()).hexdigest()[:24]
     with cache_access() as cache:
         target = cache / "parsed" / key
-        if not (target / "index.json").is_file():
+        if not _intact(target):
             _write(_read(path), target)
     return target
 
 
-def _write(files: Mapping[str, Any], target: Path) -> None:
-    """A directory of JSON files, complete or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+def _intact(parsed: Path) -> bool:
+    """Whether every file is there and is what was written: a full disk, a power cut or an editor may have been at it since."""
     try:
-        for name, content in files.items():
-            (scratch / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        os.replace(scratch, target)
+        return (parsed / _SUMS).read_bytes() == _sums({name: (parsed / name).read_bytes() for name in _PARSED})
     except OSError:
-        if not (target / "index.json").is_file():  # otherwise another process finished first
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return False
+
+
+def _sums(files: Mapping[str, bytes]) -> bytes:
+    """In the form of the command sha256sum."""
+    return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
+
+
+def _write(contents: Mapping[str, Any], parsed: Path) -> None:
+    """Write or mend the directory. The sums go last; processes that do this at once write the same bytes."""
+    files = {name: json.dumps(contents[name], ensure_ascii=False).encode() for name in _PARSED}
+    parsed.mkdir(parents=True, exist_ok=True)
+    for name, content in (files | {_SUMS: _sums(files)}).items():
+        write_bytes(parsed / name, content)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.files import write_tensors
 from specdec.models.head_config import HeadConfig
 from specdec.models.head_dialect import FEEDBACK_KEY
 from specdec.models.head_files import SIDE_FILE
@@ -57,7 +57,7 @@ def export_head(
         if layout == "eagle":
             torch.save(stored, directory / "pytorch_model.bin")
         else:
-            save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+            write_tensors(directory / "model.safetensors", stored, {"format": "pt"})
         for file, content in (("config.json", {**described, "torch_dtype": dtype}), (SIDE_FILE, side)):
             (directory / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as err:

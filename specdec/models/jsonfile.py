@@ -15,7 +15,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UnsupportedCheckpoint(f"{file}: missing") from None
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:  # the last: brackets nested too deep
         raise UnsupportedCheckpoint(f"{file}: not valid JSON: {err}") from err
     if not isinstance(value, dict):
         raise UnsupportedCheckpoint(f"{file}: expected a JSON object, found {type(value).__name__}")

@@ -19,10 +19,8 @@ import itertools
 import json
 import logging
 import math
-import os
 import platform
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +29,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from specdec.files import write_bytes
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
@@ -253,8 +253,6 @@ def _write(path: Path, text: str) -> None:
     """Atomic; a cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_bytes(path, text.encode())
     except OSError:
         pass

@@ -23,12 +23,20 @@ SMOKE = {
     "validation": 0.2,
     "storage": "float32",
 }
-"""Sizes for a tiny model on a CPU: --smoke."""
+"""Sizes for a tiny model on a CPU: --smoke. What is typed beside it wins."""
+OWN: dict[str, dict[str, Any]] = {"eagle3": {}, "peagle": {"decay": 1.0, "depths": 8}}
+"""Defaults that belong to a kind of head."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; errors specdec raises on purpose become one line on stderr and exit code 1."""
-    args = _parser().parse_args(argv)
+def main(argv: list[str] | None = None, *, program: str = "python -m specdec.train") -> int:
+    """Run one command; errors specdec raises on purpose become one line on stderr and exit code 1.
+
+    argv: its arguments, by default the process's own. program: what was typed before them, for help texts and the record
+    of a run.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(program).parse_args(argv)
+    args.typed = [*program.split(), *argv]
     try:
         args.run(args)
     except SpecdecError as err:
@@ -37,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="specdec train", description="Train EAGLE-3 and P-EAGLE draft heads")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Train EAGLE-3 and P-EAGLE draft heads")
     commands = parser.add_subparsers(dest="command", required=True)
     _generate_flags(commands.add_parser("generate", help="let the target answer prompts"))
     for kind in KINDS:
-        _train_flags(commands.add_parser(kind, help=f"train an {kind} head on the answers"), kind)
+        _train_flags(commands.add_parser(kind, help=f"train a head on the answers: {kind}"), kind)
     _evaluate_flags(commands.add_parser("evaluate", help="walk a trained head over answers of temperature 0, or serve prompts with it"))
     plot = commands.add_parser("plot", help="draw the curves of a run")
     plot.add_argument("run_directory", type=Path, help="the --out of a training run")
@@ -92,26 +100,44 @@ def _evaluate_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _train_flags(command: argparse.ArgumentParser, kind: str) -> None:
-    """Flags for every field of `HeadOptions` and `TrainConfig`, with their defaults."""
-    from specdec.train.loop import TrainConfig
-    from specdec.train.recipe import HeadOptions
-
+    """Flags for every field of `HeadOptions` and `TrainConfig`. They are in the namespace only when typed: see `_settings`."""
     _shared_flags(command)
     command.add_argument("--data", type=Path, nargs="+", required=True, help="directories of answers")
     command.add_argument("--out", type=Path, required=True, help="directory for state, metrics, report and the head")
     command.add_argument("--resume", action="store_true", help="go on from the state in --out")
     command.add_argument("--pause", type=float, metavar="MINUTES", help="stop early after so many minutes, to be resumed")
-    command.add_argument("--smoke", action="store_true", help="sizes for a tiny model on a CPU")
+    sizes = " ".join(f"{_flag(name)} {value}" for name, value in SMOKE.items())
+    command.add_argument("--smoke", action="store_true", help=f"sizes for a tiny model on a CPU, where not given: {sizes}")
     kinds = {"int": int, "float": float, "str": str}
-    own = {"decay": 1.0, "depths": 8} if kind == "peagle" else {}
-    for field in (*fields(HeadOptions), *fields(TrainConfig)):
-        flag = f"--{field.name.replace('_', '-')}"
-        if field.name == "taps":
-            command.add_argument(flag, type=int, nargs="+", help="target layers whose input is tapped")
-        elif field.name != "kind":
-            of = kinds[str(field.type).split(" ")[0]]
-            command.add_argument(flag, type=of, default=own.get(field.name, field.default))
+    for name, (of, default) in _fields(kind).items():
+        if name == "taps":
+            command.add_argument("--taps", type=int, nargs="+", default=argparse.SUPPRESS, help="target layers whose input is tapped")
+        elif name != "kind":
+            known = "" if default is None else f"default: {default}"
+            command.add_argument(_flag(name), type=kinds[of], default=argparse.SUPPRESS, help=known)
     command.set_defaults(run=_train, kind=kind)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _fields(kind: str) -> dict[str, tuple[str, Any]]:
+    """Every field of `HeadOptions` and `TrainConfig`: its type, without "| None", and its default for a kind of head."""
+    from specdec.train.loop import TrainConfig
+    from specdec.train.recipe import HeadOptions
+
+    both = (*fields(HeadOptions), *fields(TrainConfig))
+    return {f.name: (str(f.type).split(" ")[0], OWN[kind].get(f.name, f.default)) for f in both}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was typed, else --smoke's sizes, else the defaults. A run's length is one setting in two units."""
+    typed = vars(args)
+    values = {name: default for name, (_, default) in _fields(args.kind).items()}
+    if args.smoke:
+        values |= SMOKE | ({"steps": None} if "minutes" in typed else {})
+    return values | typed
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -154,11 +180,11 @@ def _train(args: argparse.Namespace) -> None:
     from specdec.train.loop import TrainConfig
     from specdec.train.recipe import HeadOptions, Recipe
 
-    values = vars(args) | (SMOKE | {"minutes": None} if args.smoke else {})
-    values["taps"] = tuple(args.taps) if args.taps else None
+    values = _settings(args)
+    values["taps"] = tuple(values["taps"]) if values["taps"] else None
     options = HeadOptions(**{f.name: values[f.name] for f in fields(HeadOptions)})
     config = TrainConfig(**{f.name: values[f.name] for f in fields(TrainConfig)})
-    recipe = Recipe(_load(args), args.data, args.out, options, config)
+    recipe = Recipe(_load(args), args.data, args.out, options, config, command=args.typed)
     report = recipe.run(resume=args.resume, pause=args.pause)
     if report is None:
         print(json.dumps({"paused": str(args.out)}))

@@ -10,6 +10,7 @@ _NAMES = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 def model_card(report: dict[str, Any]) -> str:
     """Markdown: what the head is, how it was made, and how far it gets on held-out texts."""
     options, training, target = report["options"], report["training"], report["target"]
+    command = f" Command: `{report['command']}`." if report["command"] else ""
     length = f"{training['minutes']} minutes" if training["minutes"] is not None else f"{training['steps']} steps"
     lines = [
         f"# {_NAMES[options['kind']]} draft head for {target['name']}",
@@ -22,7 +23,7 @@ def model_card(report: dict[str, Any]) -> str:
         f"at temperatures {', '.join(map(str, report['temperatures']))}. Sequences up to {options['max_len']} tokens, "
         f"{training['depths']} drafts deep, seed {training['seed']}.",
         "",
-        f"Target fingerprint: `{target['fingerprint']}`. Command: `specdec train {' '.join(report['argv'])}`.",
+        f"Target fingerprint: `{target['fingerprint']}`.{command}",
         "",
     ]
     return "\n".join([*lines, *_table(report["acceptance"])]) + "\n"

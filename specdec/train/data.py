@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.files import write_tensors
 
 BUCKET = 128  # lengths are rounded up to a multiple of this
 
@@ -114,9 +114,7 @@ def write_shard(file: Path, corpus: Corpus) -> None:
         "temperature": corpus.temperature,
         "ended": corpus.ended.to(torch.uint8),
     }
-    part = file.with_suffix(f".part{os.getpid()}")
-    save_file(tensors, part, metadata={"prompt_ids": json.dumps(corpus.prompt_ids), "domains": json.dumps(corpus.domains)})
-    part.replace(file)
+    write_tensors(file, tensors, {"prompt_ids": json.dumps(corpus.prompt_ids), "domains": json.dumps(corpus.domains)})
 
 
 def read_corpus(directory: str | os.PathLike[str]) -> Corpus:

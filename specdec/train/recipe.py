@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -119,10 +119,22 @@ def unused_token(loaded: LoadedModel, corpus: Corpus) -> int:
 
 
 class Recipe:
-    """Everything of one run. `run` trains to the end; the parts can be used alone (tests, experiments)."""
+    """Everything of one run. `run` trains to the end; the parts can be used alone (tests, experiments).
 
-    def __init__(self, loaded: LoadedModel, data: Sequence[Path], out: Path, options: HeadOptions, config: TrainConfig):
-        self.loaded, self.out, self.options, self.train_config = loaded, out, options, config
+    command: program and arguments that started the run, for its record; empty when there was none (a notebook).
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        data: Sequence[Path],
+        out: Path,
+        options: HeadOptions,
+        config: TrainConfig,
+        *,
+        command: Sequence[str] = (),
+    ):
+        self.loaded, self.out, self.options, self.train_config, self.command = loaded, out, options, config, command
         corpus = join([read_corpus(directory) for directory in data]).cut(options.max_len, options.unended)
         self.splits = split(corpus, options.validation)
         self.config = make_head_config(loaded, corpus, options, config.depths)
@@ -178,7 +190,7 @@ class Recipe:
         return {
             "specdec": __version__,
             "torch": torch.__version__,
-            "argv": [without_path(arg) for arg in sys.argv[1:]],
+            "command": shlex.join(without_path(arg) for arg in self.command),
             "target": {"name": Path(self.loaded.name).name, "fingerprint": self.loaded.fingerprint},
             "options": asdict(self.options) | {"init": self.options.init and without_path(self.options.init)},
             "training": asdict(self.train_config),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf as gguf_package
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.errors import UnsupportedCheckpoint
+from specdec.errors import ConfigError, UnsupportedCheckpoint
 from specdec.models import gguf
 from specdec.models.config import RopeConfig
 from specdec.models.load import find_checkpoint, load_model
@@ -105,6 +107,66 @@ def test_a_changed_file_is_parsed_again(tmp_path: Path) -> None:
     first = gguf.parse(path)
     write_tiny_gguf(path, kind="Q8_0")
     assert gguf.parse(path) != first
+
+
+PARSED = ("index.json", "tokenizer.json", "tokenizer_config.json", "SHA256SUMS")
+DAMAGE = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "empty": lambda file: file.write_bytes(b""),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 8),
+    "nested": lambda file: file.write_bytes(b"[" * 100_000),
+    "other JSON": lambda file: file.write_bytes(b'{"config": {}, "tensors": {}}'),
+    "missing": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", PARSED)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_heals(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_gguf(path)
+    parsed = gguf.parse(path)
+    whole = {file.name: file.read_bytes() for file in parsed.iterdir()}
+    expected = load_model(path).tokenizer.encode("in the year 1984")
+    DAMAGE[damage](parsed / name)
+    assert load_model(path).tokenizer.encode("in the year 1984") == expected
+    assert {file.name: file.read_bytes() for file in parsed.iterdir()} == whole
+
+
+def test_a_damaged_cache_of_a_broken_file_blames_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_gguf(path)
+    (gguf.parse(path) / "index.json").write_text("{")
+    stat = path.stat()
+    path.write_bytes(b"GGUF" + bytes(stat.st_size - 4))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same key
+    with pytest.raises(UnsupportedCheckpoint, match=r"m\.gguf: the GGUF file is truncated or corrupt"):
+        load_model(path)
+
+
+def test_a_damaged_cache_that_cannot_be_mended_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_gguf(path)
+    parsed = gguf.parse(path)
+    (parsed / "index.json").write_text("{")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(parsed))
+
+    monkeypatch.setattr(gguf, "write_bytes", refuse)
+    with pytest.raises(ConfigError, match="the cache directory, from SPECDEC_HOME, cannot be used"):
+        load_model(path)
+
+
+def test_many_that_mend_at_once_do_not_hinder_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_gguf(path)
+    parsed = gguf.parse(path)
+    with ThreadPoolExecutor(8) as pool:
+        for name in PARSED:
+            (parsed / name).unlink()
+            assert {files.path for files in pool.map(find_checkpoint, [path] * 8)} == {path}
+    assert sorted(file.name for file in parsed.iterdir()) == sorted(PARSED)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 10, 200, 20_000, -70, -1])

@@ -63,6 +63,13 @@ def test_index_may_not_promise_what_the_file_lacks(tmp_path: Path) -> None:
         load_model(directory)
 
 
+def test_json_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    directory = write_tiny(tmp_path)
+    (directory / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UnsupportedCheckpoint, match=r"config\.json: not valid JSON"):
+        load_model(directory)
+
+
 def drop_norm(tensors: dict) -> None:
     del tensors["model.norm.weight"]
 
