@@ -59,8 +59,8 @@ class Watch:
 
     @property
     def collapsed(self) -> dict[str, bool]:
-        """Per drafter: did the alarm ring, with no recovery since?"""
-        return {name: alarm.off for name, alarm in self._alarms.items()}
+        """Per drafter: did the alarm ring, with no recovery since? Safe from any thread."""
+        return {name: alarm.off for name, alarm in list(self._alarms.items())}
 
     def replace(self, name: str, *, present: bool, comparison: Comparison | None = None) -> None:
         """A new drafter of this name (or none any more), on trial where there is something to compare it with."""

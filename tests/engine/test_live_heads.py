@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,17 @@ from tests.spec.simulator import LineCost
 from tests.tiny_heads import tiny_head, write_head
 
 REQUESTS = {
-    "greedy": (R, replace(GREEDY, max_tokens=48)),
-    "sampled": (P, SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)),
-    "penalties": (P[:3], SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.6, max_tokens=50, ignore_eos=True)),
-    "two": (R[:21], SamplingParams(n=2, temperature=1, seed=6, max_tokens=40, logprobs=1, ignore_eos=True)),
+    "greedy": (R, replace(GREEDY, max_tokens=32)),
+    "sampled": (P, SamplingParams(temperature=0.8, seed=3, max_tokens=32, ignore_eos=True)),
+    "penalties": (P[:3], SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.6, max_tokens=24, ignore_eos=True)),
+    "two": (R[:21], SamplingParams(n=2, temperature=1, seed=6, max_tokens=24, logprobs=1, ignore_eos=True)),
 }
+
+
+@cache
+def plain() -> dict[str, RequestOutput]:
+    """The requests without speculation."""
+    return run(engine(deterministic=True), REQUESTS)
 
 
 def swap(served: Engine, path: str | None, method: str | None = None) -> None:
@@ -71,7 +78,7 @@ def other_head(method: str = "eagle3", **flags: Any) -> str:
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
 def test_swaps_under_running_requests_change_no_output(method: str, shape: str, options: dict[str, int]) -> None:
     """Another head every five steps: other taps, other KV shape, back, none, and again."""
-    expected = run(engine(deterministic=True), REQUESTS)
+    expected = plain()
     speculation = chain(method) if shape == "chain" else tree(method)
     served = engine(replace(speculation, policy="auto" if shape == "auto" else "fixed"), deterministic=True, **options)
     paths = [other_head(method), random_head(method), None]
@@ -96,7 +103,7 @@ def test_auto_takes_both_kinds_and_each_reads_its_own_taps() -> None:
     swap(served, random_head("peagle", taps=(0, 1)), "peagle")
     assert list(served.proposers) == ["eagle3", "peagle", "suffix", "ngram"] and served.runner.taps == (0, 1, 2)
     assert [(info.method, info.taps, info.on_trial) for info in served.heads.info()] == [("eagle3", (2,), False), ("peagle", (0, 1), False)]
-    expected = run(engine(deterministic=True), REQUESTS)
+    expected = plain()
     for method, head in (("eagle3", other_head()), ("peagle", random_head("peagle", taps=(0, 1)))):
         served.policy = SpecPolicy(chain(method), served.proposers, None)
         wanted = {name: (prompt, replace(params, speculation=method)) for name, (prompt, params) in REQUESTS.items()}
@@ -211,7 +218,7 @@ def test_engines_that_take_no_such_head_say_so(speculation: Any, method: str | N
 
 
 def test_no_memory_for_the_new_kv_brings_the_old_head_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(engine(deterministic=True), REQUESTS)
+    expected = plain()
     served = engine(chain("eagle3"), deterministic=True)
     epoch, attach = served.proposers["eagle3"].head.epoch, served.kv.attach
 
@@ -244,7 +251,7 @@ def waves(count: int, first: int = 0) -> list[dict[str, tuple[list[int], Samplin
 @pytest.mark.parametrize("policy", ["auto", "fixed"])
 def test_a_useless_head_after_a_knowing_one_goes_back(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     config = SpecConfig(method="eagle3", head=knowing_head(), nodes=5, depth=4, width=1, policy="fixed")
-    served, plain = engine(config, kind="last", deterministic=True), engine(kind="last", deterministic=True)
+    served, off = engine(config, kind="last", deterministic=True), engine(kind="last", deterministic=True)
     if policy == "auto":
         served.policy = SpecPolicy(replace(config, policy="auto"), served.proposers, LineCost())
         price_drafts(served)
@@ -254,7 +261,7 @@ def test_a_useless_head_after_a_knowing_one_goes_back(policy: str, caplog: pytes
     assert served.heads.info()[0].on_trial and served.heads.info()[0].epoch != epoch
     for wave in waves(7, 1):
         found = run(served, wave)
-        for name, output in run(plain, wave).items():
+        for name, output in run(off, wave).items():
             assert_same(found[name], output, tolerance=0)
         accepted.append(sum(o.metrics.accepted for o in found.values()))
     assert (served.heads.swaps, served.heads.rollbacks) == (1, 1) and served.drafter_health.head_rollbacks == 1
