@@ -37,11 +37,11 @@ Ids = list[int]
 
 
 class Bench:
-    """One target and the engines that share it."""
+    """One target and the engines that share it. target: loaded already, and possibly other than what `model` names."""
 
-    def __init__(self, model: str, device: str = "auto"):
+    def __init__(self, model: str, device: str = "auto", target: LoadedModel | None = None):
         self.config = EngineConfig(model=model, speculation=OFF, device=device, max_num_seqs=1, enable_prefix_caching=False)
-        self.target: LoadedModel = load_target(self.config)
+        self.target: LoadedModel = target or load_target(self.config)
         self.texts = cache(self._texts)
 
     def identified(self, drafter: Drafter) -> Drafter:

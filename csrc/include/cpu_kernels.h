@@ -7,7 +7,9 @@
 
 namespace specdec {
 
-enum WeightKind { F32 = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };  // order of KINDS in kernels/linear/tiles.py
+enum WeightKind { F32, Q4_0, Q4_1, Q8_0, F16, BF16, F8 };  // order of KINDS in kernels/linear/tiles.py
+
+constexpr bool in_blocks(int kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q8_0; }  // of 32 columns; the others are numbers
 
 struct LinearArgs {
   const float* x;        // [M, K]
