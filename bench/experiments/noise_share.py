@@ -122,7 +122,7 @@ def _keys() -> Iterator[tuple[float, int]]:
 
 def sampled(model: str, domains: list[str], prompts: int, max_tokens: int) -> Corpus:
     """Answers at temperature 1 to the first prompts of every domain."""
-    llm = open_target(model, max_num_seqs=16, max_model_len=2048)
+    llm = open_target(model, max_num_seqs=16)
     config = GenerateConfig((1.0,), max_tokens)
     asked = [Prompt(f"{d}-{i}", d, (text,)) for d in domains for i, text in enumerate(load_prompts(d, prompts))]
     return make_corpus(converse(llm, [Talk(p, 1.0, []) for p in asked], config))
