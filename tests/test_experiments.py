@@ -55,6 +55,9 @@ def test_a_head_that_knows_the_law_wants_all_of_the_noise(records: Path) -> None
     noise_share.main([*given, "--max-tokens", "60", "--depths", "2"])  # it sees one row only: a deeper chain would see its own
     rows = {(r["share"], r["width"]): r for r in lines(records / "noise_share.jsonl")[0]["rows"]}
     assert rows[1.0, 1]["conditional"] == [1.0, 1.0] and rows[1.0, 1]["length"] > 2.9
+    noise_share.main([*given, "--max-tokens", "40", "--redraw", "2"])
+    again = lines(records / "noise_share.jsonl")[1]
+    assert again["depths"] == 1 and {r["share"]: r["length"] for r in again["rows"] if r["width"] == 1}[1.0] == 2.0
     assert rows[0.0, 1]["conditional"][0] < 0.9 and rows[0.0, 8]["length"] >= rows[0.0, 1]["length"]
 
 

@@ -11,6 +11,7 @@ is among the top `width` of a node on the right path, which no budget of nodes l
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +27,10 @@ from specdec.models.head_load import load_head
 from specdec.models.load import load_model
 from specdec.paths import without_path
 from specdec.train.capture import DenseTarget
-from specdec.train.data import Corpus, make_corpus, pad
+from specdec.train.data import Corpus, TokenBatch, make_corpus, pad
 from specdec.train.generate import GenerateConfig, Talk, converse, open_target
 from specdec.train.loop import score
-from specdec.train.loss import Labels, label_mask
+from specdec.train.loss import Entries, Labels, label_mask
 from specdec.train.model import TrainableHead
 from specdec.train.prompts import Prompt
 from specdec.train.rollouts import sample_depths
@@ -80,52 +81,63 @@ class Ranks:
         return round(1 + total / max(places, 1), 4)
 
 
-@torch.inference_mode()
-def walk(head: TrainableHead, target: DenseTarget, corpus: Corpus, *, depths: int, seed: int = 0, rows: int = 64) -> Ranks:
-    """Rank the texts' tokens under every share. The texts were sampled at temperature 1."""
-    found, generator = Ranks(depths), torch.Generator().manual_seed(seed)
-    for i in range(len(corpus)):
-        batch = pad(corpus, [i], 1, int(corpus.lengths[i]))
-        captured = target.capture(batch.tokens)
-        mask = label_mask(batch).flatten()
-        following, rank = batch.tokens.flatten().roll(-1)[mask], torch.where(mask, mask.cumsum(0) - 1, -1)
-        labels = Labels(mask.nonzero().squeeze(1), mask.new_zeros(0, 0), following, rank)
-        kept = sample_depths(label_mask(batch), depths, 1.0, 1.0, torch.Generator()) if head.config.kind == "peagle" else None
-        hidden, entries = score(head, batch, captured, labels, depths, kept)
-        log_p = (captured.hidden.flatten(0, 1)[labels.where].float() @ target.lm_head.float().T).log_softmax(-1)
-        noise = torch.cat([posterior_noise(p, x, generator) for p, x in zip(log_p.split(rows), following.split(rows), strict=True)])
-        places = int(mask.numel())
-        seen = torch.zeros(depths, places, dtype=torch.bool)
-        seen[entries.depth, entries.place] = True
-        found.seen.append(seen)
-        tables = {key: torch.zeros_like(seen) for key in _keys()}
-        own = noise[:, head.target_ids].float()
-        place_of = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
-        place_of[head.target_ids] = torch.arange(len(head.target_ids))
-        for part in torch.arange(len(entries.row)).split(rows):
-            log_q = head.lm_head(hidden[part].float()).log_softmax(-1)
-            label = entries.label[part]
-            token = place_of[following[label]]
+class Walk:
+    """One head over texts, every share judged on the same noise. The target's temperature is 1."""
+
+    def __init__(self, head: TrainableHead, target: DenseTarget, *, depths: int, seed: int = 0, rows: int = 64):
+        """depths: of the chains. rows: predictions at a time, whose laws over the vocabulary are held."""
+        self.head, self.target, self.rows = head, target, rows
+        self.found, self._generator = Ranks(depths), torch.Generator().manual_seed(seed)
+        self._place = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)  # of a target id in the draft vocabulary
+        self._place[head.target_ids] = torch.arange(len(head.target_ids))
+
+    @torch.inference_mode()
+    def add(self, batch: TokenBatch, *, redraw: bool = False) -> None:
+        """Rank the next tokens of one text under every share. They must be drawn from the target, at its temperature; with
+        `redraw` the text is context only, another next token is drawn at every place, and first drafts alone are judged."""
+        depths = 1 if redraw else self.found.depths
+        captured, mask = self.target.capture(batch.tokens), label_mask(batch).flatten()
+        where = mask.nonzero().squeeze(1)
+        log_p = (captured.hidden.flatten(0, 1)[where].float() @ self.target.lm_head.float().T).log_softmax(-1)
+        chosen = batch.tokens.flatten().roll(-1)[where]
+        if redraw:
+            chosen = torch.multinomial(log_p.exp(), 1, generator=self._generator)[:, 0]
+        parts = zip(log_p.split(self.rows), chosen.split(self.rows), strict=True)
+        noise = torch.cat([posterior_noise(p, x, self._generator)[:, self.head.target_ids].float() for p, x in parts])
+        labels = Labels(where, mask.new_zeros(0, 0), chosen, torch.where(mask, mask.cumsum(0) - 1, -1))
+        every = sample_depths(label_mask(batch), depths, 1.0, 1.0, torch.Generator()) if self.head.config.kind == "peagle" else None
+        hidden, entries = score(self.head, batch, captured, labels, depths, every)
+        self._judge(hidden, entries, noise, self._place[chosen], mask.numel())
+
+    def _judge(self, hidden: Tensor, entries: Entries, noise: Tensor, wanted: Tensor, places: int) -> None:
+        """hidden [E, Hd]; noise [R, Vd] and wanted [R] (draft id of the token, -1 = the draft does not know it) of the labels."""
+        tables = {key: torch.zeros(self.found.depths, places, dtype=torch.bool) for key in _keys()}
+        for part in torch.arange(len(entries.row)).split(self.rows):
+            log_q = self.head.lm_head(hidden[part].float()).log_softmax(-1)
+            label, cell = entries.label[part], (entries.depth[part], entries.place[part])
+            known = wanted[label] >= 0
             for share in SHARES:
-                race = log_q + share * own[label]
-                beaten = (race > race.gather(1, token.clamp(min=0)[:, None])).sum(1)
+                race = log_q + share * noise[label]
+                beaten = (race > race.gather(1, wanted[label].clamp(min=0)[:, None])).sum(1)
                 for width in WIDTHS:
-                    tables[share, width][entries.depth[part], entries.place[part]] = (beaten < width) & (token >= 0)
+                    tables[share, width][cell] = (beaten < width) & known
+        seen = torch.zeros(self.found.depths, places, dtype=torch.bool)
+        seen[entries.depth, entries.place] = True
+        self.found.seen.append(seen)
         for key, table in tables.items():
-            found.within.setdefault(key, []).append(table)
-    return found
+            self.found.within.setdefault(key, []).append(table)
 
 
 def _keys() -> Iterator[tuple[float, int]]:
     return ((share, width) for share in SHARES for width in WIDTHS)
 
 
-def sampled(model: str, domains: list[str], prompts: int, max_tokens: int) -> Corpus:
-    """Answers at temperature 1 to the first prompts of every domain."""
-    llm = open_target(model, max_num_seqs=16)
-    config = GenerateConfig((1.0,), max_tokens)
+def answers(model: str, domains: list[str], prompts: int, max_tokens: int, temperature: float) -> Corpus:
+    """The target's answers to the first prompts of every domain."""
+    llm = open_target(model, device="cpu", max_num_seqs=16)
+    config = GenerateConfig((temperature,), max_tokens)
     asked = [Prompt(f"{d}-{i}", d, (text,)) for d in domains for i, text in enumerate(load_prompts(d, prompts))]
-    return make_corpus(converse(llm, [Talk(p, 1.0, []) for p in asked], config))
+    return make_corpus(converse(llm, [Talk(p, temperature, []) for p in asked], config))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -136,17 +148,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=4, help="a domain")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depths", type=int, default=7)
+    parser.add_argument("--redraw", type=int, default=0, help="judge first drafts on greedy answers, next tokens drawn so many times")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device=resolve_device("cpu"))
-    corpus = sampled(args.model, args.domains, args.prompts, args.max_tokens)
+    corpus = answers(args.model, args.domains, args.prompts, args.max_tokens, 0.0 if args.redraw else 1.0)
+    batches = [pad(corpus, [i], 1, int(n)) for i, n in enumerate(corpus.lengths.tolist())]
     for drafter in map(Drafter.of, args.heads):
         assert drafter.source is not None
         digest = load_head(drafter.source, loaded).epoch
         target = DenseTarget(loaded.model, load_head(drafter.source, loaded).config.taps)
         head = trainable(loaded, drafter.source, target)
-        found = walk(head, target, corpus, depths=args.depths)
-        record = describe(found) | {"drafter": drafter.method, "digest": digest, "source": without_path(drafter.source)}
-        sizes = {"model": without_path(args.model), "texts": len(corpus), "tokens": corpus.num_answer_tokens}
+        walk = Walk(head, target, depths=1 if args.redraw else args.depths)
+        for batch, _ in itertools.product(batches, range(max(1, args.redraw))):
+            walk.add(batch, redraw=args.redraw > 0)
+        record = describe(walk.found) | {"drafter": drafter.method, "digest": digest, "source": without_path(drafter.source)}
+        sizes = {"model": without_path(args.model), "texts": len(corpus), "tokens": corpus.num_answer_tokens, "redraw": args.redraw}
         append("noise_share", environment() | {"bench": "noise_share"} | sizes | record)
         show(record)
 
