@@ -163,7 +163,8 @@ def _vocabulary(config: HeadConfig, weights: DictWeights, used: set[str]) -> Ten
 
 def _digest(config: HeadConfig, weights: DictWeights) -> str:
     """Hex digest of everything that the draft KV depends on."""
-    described = [f"{f.name}={getattr(config, f.name)}" for f in fields(config) if f.name not in ("dialect", "fingerprint", "provenance")]
+    apart = ("dialect", "noise_share", "fingerprint", "provenance")
+    described = [f"{f.name}={getattr(config, f.name)}" for f in fields(config) if f.name not in apart]
     digest = hashlib.blake2b("\n".join(described).encode(), digest_size=16)
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())

@@ -69,7 +69,7 @@ class _Growth:
         self.device = self.head.device
         self.coupled = drafter.noise_coupled
         self.hasty = self.coupled and not drafter._patient and self.device.type == "cpu"  # elsewhere to look is to wait
-        self.race = Race(sampling, self.coupled, self.head.target_ids)
+        self.race = Race(sampling, self.coupled, self.head.target_ids, self.head.config.noise_share)
         self.live = list(range(len(shares)))
         self.width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
         self.beams = [min(beam(s.budget), self.width) if self.coupled else 1 for s in shares]
