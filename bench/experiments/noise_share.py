@@ -82,11 +82,12 @@ class Ranks:
 
 
 class Walk:
-    """One head over texts, every share judged on the same noise. The target's temperature is 1."""
+    """One head over texts, every share judged on the same noise."""
 
-    def __init__(self, head: TrainableHead, target: DenseTarget, *, depths: int, seed: int = 0, rows: int = 64):
-        """depths: of the chains. rows: predictions at a time, whose laws over the vocabulary are held."""
-        self.head, self.target, self.rows = head, target, rows
+    def __init__(self, head: TrainableHead, target: DenseTarget, *, depths: int, temperature: float = 1.0, seed: int = 0, rows: int = 64):
+        """depths: of the chains. temperature: of target and draft. rows: predictions at a time, whose laws over the vocabulary
+        are held."""
+        self.head, self.target, self.temperature, self.rows = head, target, temperature, rows
         self.found, self._generator = Ranks(depths), torch.Generator().manual_seed(seed)
         self._place = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)  # of a target id in the draft vocabulary
         self._place[head.target_ids] = torch.arange(len(head.target_ids))
@@ -98,7 +99,8 @@ class Walk:
         depths = 1 if redraw else self.found.depths
         captured, mask = self.target.capture(batch.tokens), label_mask(batch).flatten()
         where = mask.nonzero().squeeze(1)
-        log_p = (captured.hidden.flatten(0, 1)[where].float() @ self.target.lm_head.float().T).log_softmax(-1)
+        logits = captured.hidden.flatten(0, 1)[where].float() @ self.target.lm_head.float().T
+        log_p = (logits / self.temperature).log_softmax(-1)
         chosen = batch.tokens.flatten().roll(-1)[where]
         if redraw:
             chosen = torch.multinomial(log_p.exp(), 1, generator=self._generator)[:, 0]
@@ -113,7 +115,7 @@ class Walk:
         """hidden [E, Hd]; noise [R, Vd] and wanted [R] (draft id of the token, -1 = the draft does not know it) of the labels."""
         tables = {key: torch.zeros(self.found.depths, places, dtype=torch.bool) for key in _keys()}
         for part in torch.arange(len(entries.row)).split(self.rows):
-            log_q = self.head.lm_head(hidden[part].float()).log_softmax(-1)
+            log_q = (self.head.lm_head(hidden[part].float()) / self.temperature).log_softmax(-1)
             label, cell = entries.label[part], (entries.depth[part], entries.place[part])
             known = wanted[label] >= 0
             for share in SHARES:
@@ -148,21 +150,28 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=4, help="a domain")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depths", type=int, default=7)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the answers, above 0")
     parser.add_argument("--redraw", type=int, default=0, help="judge first drafts on greedy answers, next tokens drawn so many times")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device=resolve_device("cpu"))
-    corpus = answers(args.model, args.domains, args.prompts, args.max_tokens, 0.0 if args.redraw else 1.0)
+    corpus = answers(args.model, args.domains, args.prompts, args.max_tokens, 0.0 if args.redraw else args.temperature)
     batches = [pad(corpus, [i], 1, int(n)) for i, n in enumerate(corpus.lengths.tolist())]
     for drafter in map(Drafter.of, args.heads):
         assert drafter.source is not None
         digest = load_head(drafter.source, loaded).epoch
         target = DenseTarget(loaded.model, load_head(drafter.source, loaded).config.taps)
         head = trainable(loaded, drafter.source, target)
-        walk = Walk(head, target, depths=1 if args.redraw else args.depths)
+        walk = Walk(head, target, depths=1 if args.redraw else args.depths, temperature=args.temperature)
         for batch, _ in itertools.product(batches, range(max(1, args.redraw))):
             walk.add(batch, redraw=args.redraw > 0)
         record = describe(walk.found) | {"drafter": drafter.method, "digest": digest, "source": without_path(drafter.source)}
-        sizes = {"model": without_path(args.model), "texts": len(corpus), "tokens": corpus.num_answer_tokens, "redraw": args.redraw}
+        sizes = {
+            "model": without_path(args.model),
+            "texts": len(corpus),
+            "tokens": corpus.num_answer_tokens,
+            "redraw": args.redraw,
+            "temperature": args.temperature,
+        }
         append("noise_share", environment() | {"bench": "noise_share"} | sizes | record)
         show(record)
 
