@@ -15,6 +15,7 @@ from bench.experiments.moved import fine_tuned, perturbed, shouted
 from specdec.errors import ConfigError
 from specdec.models.head_fingerprint import measure
 from specdec.models.load import load_model
+from specdec.train.data import Answer, make_corpus
 from specdec.train.generate import open_target
 from specdec.train.prompts import Prompt
 from tests.harness import checkpoint
@@ -108,10 +109,21 @@ def test_a_point_for_every_move(records: Path, tmp_path: Path, capsys: pytest.Ca
         assert min(same["correlations"]) > 0.999
     assert near["trusted"] and not far["trusted"] and "correlation" in far["reason"] and far["agreement"] < near["agreement"] < 1.0
     assert far["drafted_per_step"] > 1.5 and len(far["domains"]["qa"]["committed"]) == far["steps"]
+    assert all(0.0 <= r["first_draft"] <= 1.0 for r in rows)
     assert tuned["perplexity_ratio"] > 1.1 and tuned["loss"] > 0 and 0.0 <= tuned["covered"] <= 1.0
     picture = ElementTree.parse(records / "stale_draft.svg")
-    assert len(picture.findall(".//{*}polyline")) == 8
+    assert len(picture.findall(".//{*}polyline")) == 10
     assert "refused: " in capsys.readouterr().out
+
+
+def test_the_first_draft_of_a_head_that_knows_the_target_is_its_likeliest_token() -> None:
+    loaded, source = load_model(checkpoint("last")), knowing_head()
+    texts = make_corpus([Answer(list(range(30 + i, 70 + i)), 8, 0.0, True, str(i), "qa") for i in range(3)])
+    before = stale_draft.Reading.of(loaded, texts, source)
+    found = before.against(before)
+    assert found["first_draft"] == found["agreement"] == found["perplexity_ratio"] == 1.0 and len(before.top) == 3 * 32
+    far = stale_draft.Reading.of(perturbed(loaded, 1.0), texts, source).against(before)
+    assert far["agreement"] < 1.0 and far["first_draft"] < 1.0 and far["perplexity_ratio"] != 1.0
 
 
 def test_a_head_without_a_fingerprint_says_nothing_of_a_move(records: Path) -> None:

@@ -6,7 +6,8 @@
 A target moves by Gaussian noise on every matrix (relative to its root mean square) or by fine-tuning on its own answers in
 capitals. Every point runs the engine free and greedy on the evaluation prompts with a copy of the head that has no
 fingerprint, so that it drafts whatever the check says, and records the check's verdict beside it. How far the target has
-moved is told by texts of the unmoved one: its perplexity, and where its likeliest token is still the same.
+moved is told by texts of the unmoved one, read again: its perplexity, where its likeliest token is still the same, and how
+often the head's first draft is that token, which other texts do not blur.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bench.accept import Bench, steps
 from bench.cells import Drafter, Shape, Tally
 from bench.experiments.moved import fine_tuned, perturbed, shouted
 from bench.schema import DOMAINS, ROOT, append, environment, records
+from bench.walking import trainable
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.models.head_files import SIDE_FILE, find_head
@@ -56,30 +58,37 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Likelihood:
-    """Of the answer tokens of some texts, under one target: log p [R] f32 of each, and its likeliest token there [R] i64."""
+class Reading:
+    """The answer tokens of some texts, read by one target: log p [R] f32 of each, its likeliest token there [R] i64, and what
+    the head drafts there from its hidden states [R] i64."""
 
     log_p: Tensor
     top: Tensor
+    draft: Tensor
 
     @classmethod
-    def of(cls, target: LoadedModel, texts: Corpus) -> Likelihood:
-        dense, parts = DenseTarget(target.model, (0,)), []
-        lm_head = dense.lm_head.float()
+    @torch.inference_mode()
+    def of(cls, target: LoadedModel, texts: Corpus, source: str) -> Reading:
+        """source: directory of the head."""
+        dense, parts = DenseTarget(target.model, load_head(source, target).config.taps), []
+        lm_head, head = dense.lm_head.float(), trainable(target, source, dense)
         for i in range(len(texts)):
             batch = pad(texts, [i], 1, int(texts.lengths[i]))
-            _, hidden = dense(batch.tokens)
-            mask = label_mask(batch).flatten()
-            logits = hidden.flatten(0, 1)[mask].float() @ lm_head.T
-            following = batch.tokens.flatten().roll(-1)[mask]
-            parts.append((logits.log_softmax(-1).gather(1, following[:, None])[:, 0], logits.argmax(-1)))
-        return cls(torch.cat([p for p, _ in parts]), torch.cat([t for _, t in parts]))
+            taps, hidden = dense(batch.tokens)
+            where = label_mask(batch).flatten().nonzero().squeeze(1)
+            logits = hidden[0, where].float() @ lm_head.T
+            following = batch.tokens[0].roll(-1)[where]
+            drafting = head.unroll(batch.tokens, taps, 1)[0, 0, where - 1]  # the pair one place before drafts the same token
+            draft = head.target_ids[head.lm_head(drafting.float()).argmax(-1)]
+            parts.append((logits.log_softmax(-1).gather(1, following[:, None])[:, 0], logits.argmax(-1), draft))
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def against(self, before: Likelihood) -> dict[str, float]:
-        """perplexity of the texts, and how it compares with the unmoved target's; agreement: same likeliest token."""
+    def against(self, before: Reading) -> dict[str, float]:
+        """perplexity of the texts, and how it compares with the unmoved target's; agreement: same likeliest token;
+        first_draft: the head's draft is this target's likeliest token."""
         mine, theirs = float((-self.log_p.mean()).exp()), float((-before.log_p.mean()).exp())
-        agreement = float((self.top == before.top).double().mean())
-        return {"perplexity": mine, "perplexity_ratio": mine / theirs, "agreement": agreement}
+        same, right = ((self.top == other).double().mean() for other in (before.top, self.draft))
+        return {"perplexity": mine, "perplexity_ratio": mine / theirs, "agreement": float(same), "first_draft": float(right)}
 
 
 class Experiment:
@@ -96,7 +105,11 @@ class Experiment:
         self.known = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, head.target_ids, True)
         self.drafter = Drafter(drafter.method, str(without_fingerprint(find_head(drafter.source), work / "head")))
         self.texts = self._texts()
-        self.before = Likelihood.of(self.bench.target, self.texts)
+        self.before = self._read(self.bench.target)
+
+    def _read(self, target: LoadedModel) -> Reading:
+        assert self.drafter.source is not None
+        return Reading.of(target, self.texts, self.drafter.source)
 
     def _texts(self) -> Corpus:
         """The unmoved target's greedy answers, one a domain."""
@@ -115,7 +128,7 @@ class Experiment:
             "amount": moved.amount,
             "loss": moved.loss,
             **self._check(moved.target),
-            **Likelihood.of(moved.target, self.texts).against(self.before),
+            **self._read(moved.target).against(self.before),
             "covered": float(self.known[tokens].double().mean()),
             **every.summary(),
             "domains": {d: tally.summary() | {"committed": tally.committed} for d, tally, _ in tallies},
@@ -175,7 +188,9 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
             curves: list[Curve] = [("acceptance length", x, [r["acceptance_length"] for r in own])]
             found.append((f"{title}: tokens a step", curves))
             near = [("correlation, least of the taps", x, [min(r["correlations"]) for r in own])]
-            found.append((f"{title}: check and target", [*near, ("same likeliest token", x, [r["agreement"] for r in own])]))
+            for name, key in (("same likeliest token", "agreement"), ("first draft", "first_draft")):
+                near.append((name, x, [r[key] for r in own]))
+            found.append((f"{title}: check, target and first draft", near))
     by_agreement = [
         (cause, [-r["agreement"] for r in own], [r["acceptance_length"] for r in own])
         for cause in ("noise", "steps")
@@ -224,13 +239,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def show(record: dict[str, Any]) -> None:
     trust = "trusted" if record["trusted"] else f"refused: {record['reason']}"
-    print(
-        f"{record['cause']:6s} {record['amount']:<8g} length {record['acceptance_length']:.3f}  at position 1, 2, … "
-        + " ".join(f"{p:.2f}" for p in record["positions"])
-        + f"  same top {record['agreement']:.3f}  perplexity ×{record['perplexity_ratio']:.3f}  covered {record['covered']:.3f}  "
-        + f"correlation {min(record['correlations']):.3f}  {trust}",
-        flush=True,
-    )
+    positions = " ".join(f"{p:.2f}" for p in record["positions"])
+    told = [("first draft", "first_draft"), ("same top", "agreement"), ("perplexity ×", "perplexity_ratio"), ("covered", "covered")]
+    facts = "  ".join(f"{name} {record[key]:.3f}" for name, key in told)
+    print(f"{record['cause']:6s} {record['amount']:<8g} length {record['acceptance_length']:.3f}  at position 1, 2, … {positions}")
+    print(f"       {facts}  correlation {min(record['correlations']):.3f}  {trust}", flush=True)
 
 
 if __name__ == "__main__":
