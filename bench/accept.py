@@ -45,9 +45,10 @@ class Bench:
         self.texts = cache(self._texts)
 
     def identified(self, drafter: Drafter) -> Drafter:
-        """`drafter` with the digest of its weights. Raises what loading them raises."""
+        """`drafter` with the digest of its weights, for a head also its share of the noise. Raises what loading them raises."""
         if drafter.method in ("eagle3", "peagle"):
-            return replace(drafter, digest=load_heads(drafter.spec(Shape(2, 1, 1)), self.target)[drafter.method].epoch)
+            head = load_heads(drafter.spec(Shape(2, 1, 1)), self.target)[drafter.method]
+            return replace(drafter, digest=f"{head.epoch}/{head.config.noise_share:g}")
         if drafter.method == "draft_model" and drafter.source is not None:
             found = find_checkpoint(drafter.source)
             return replace(drafter, digest=fingerprint_of(found.config, found.weights()))

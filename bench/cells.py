@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A method with its head or draft model. source: what the user named, or None. digest: of the draft's weights, "" without any.
+    """A method with its head or draft model. source: what the user named, or None. digest: of the draft, "" without weights.
     precision: `SpecConfig.draft_quantization` of a head."""
 
     method: str
