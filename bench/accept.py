@@ -37,17 +37,18 @@ Ids = list[int]
 
 
 class Bench:
-    """One target and the engines that share it."""
+    """One target and the engines that share it. target: loaded already, and possibly other than what `model` names."""
 
-    def __init__(self, model: str, device: str = "auto"):
+    def __init__(self, model: str, device: str = "auto", target: LoadedModel | None = None):
         self.config = EngineConfig(model=model, speculation=OFF, device=device, max_num_seqs=1, enable_prefix_caching=False)
-        self.target: LoadedModel = load_target(self.config)
+        self.target: LoadedModel = target or load_target(self.config)
         self.texts = cache(self._texts)
 
     def identified(self, drafter: Drafter) -> Drafter:
-        """`drafter` with the digest of its weights. Raises what loading them raises."""
+        """`drafter` with the digest of its weights, for a head also its share of the noise. Raises what loading them raises."""
         if drafter.method in ("eagle3", "peagle"):
-            return replace(drafter, digest=load_heads(drafter.spec(Shape(2, 1, 1)), self.target)[drafter.method].epoch)
+            head = load_heads(drafter.spec(Shape(2, 1, 1)), self.target)[drafter.method]
+            return replace(drafter, digest=f"{head.epoch}/{head.config.noise_share:g}")
         if drafter.method == "draft_model" and drafter.source is not None:
             found = find_checkpoint(drafter.source)
             return replace(drafter, digest=fingerprint_of(found.config, found.weights()))

@@ -50,11 +50,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A method with its head or draft model. source: what the user named, or None. digest: of the draft's weights, "" without any."""
+    """A method with its head or draft model. source: what the user named, or None. digest: of the draft, "" without weights.
+    precision: `SpecConfig.draft_quantization` of a head."""
 
     method: str
     source: str | None = None
     digest: str = ""
+    precision: str | None = None
 
     @classmethod
     def of(cls, text: str) -> Drafter:
@@ -64,10 +66,9 @@ class Drafter:
 
     def spec(self, shape: Shape, verify: str = "coupled") -> SpecConfig:
         """policy="fixed" at this shape. ConfigError where the method takes no source."""
-        source: dict[str, Any] = {} if self.source is None else {"model" if self.method == "draft_model" else "head": self.source}
-        return SpecConfig(
-            method=self.method, nodes=shape.nodes, depth=shape.depth, width=shape.width, policy="fixed", verify=verify, **source
-        )
+        own: dict[str, Any] = {} if self.source is None else {"model" if self.method == "draft_model" else "head": self.source}
+        own |= {} if self.precision is None else {"draft_quantization": self.precision}
+        return SpecConfig(method=self.method, nodes=shape.nodes, depth=shape.depth, width=shape.width, policy="fixed", verify=verify, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,15 @@ class Tally:
             self.positions[i] += 1
         for name, seconds in self.times.items():
             seconds.append(getattr(step, name))
+
+    def merge(self, other: Tally) -> None:
+        """Add all that `other` has counted."""
+        self.steps, self.drafts = self.steps + other.steps, self.drafts + other.drafts
+        self.drafted, self.accepted = self.drafted + other.drafted, self.accepted + other.accepted
+        self.committed += other.committed
+        self.positions = [a + b for a, b in itertools.zip_longest(self.positions, other.positions, fillvalue=0)]
+        for name, seconds in self.times.items():
+            seconds.extend(other.times[name])
 
     def summary(self) -> dict[str, Any]:
         """What is recorded. acceptance_length: committed tokens per pass; rate: accepted / drafted; positions: share of all

@@ -1,10 +1,12 @@
 """Write the tables of README.md from `bench/results/*.jsonl`, between markers, and the plot beside the records.
 
-python -m bench.report          # rewrites README.md and bench/results/accept.svg in place
+python -m bench.report                   # rewrites README.md and bench/results/accept.svg in place
+python -m bench.report --without-times   # leaves out what a busy machine has spoilt in the records of acceptance
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -54,12 +56,15 @@ def replace_between(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}" if body else m[0], text)
 
 
-def main(readme: Path = README) -> None:
+def main(readme: Path = README, argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without-times", action="store_true", help="acceptance alone, no milliseconds beside it")
+    times = not parser.parse_args(argv).without_times
     text, accepted = readme.read_text(encoding="utf-8"), records("accept")
-    for name, body in (("offline", offline_table()), ("accept", accept_table(accepted))):
+    for name, body in (("offline", offline_table()), ("accept", accept_table(accepted, times))):
         text = replace_between(text, name, body)
     readme.write_text(text, encoding="utf-8")
-    accept_plot(accepted, ROOT / "results" / "accept.svg")
+    accept_plot(accepted, ROOT / "results" / "accept.svg", times)
 
 
 if __name__ == "__main__":

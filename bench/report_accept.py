@@ -43,20 +43,20 @@ def position(rows: list[Record], index: int) -> float:
     return mean([*r["positions"], *[0.0] * (index + 1)][index] for r in rows)
 
 
-def free_table(rows: list[Record]) -> list[str]:
-    """A line per drafter and shape: acceptance length by temperature, by position at the lowest one, and what a step costs."""
+def free_table(rows: list[Record], times: bool = True) -> list[str]:
+    """A line per drafter and shape: acceptance length by temperature, by position at the lowest one, and what a step costs (`times`)."""
     rows = [r for r in rows if r["texts"] == "free" and r["mode"] == "coupled"]
     if not rows:
         return []
     temperatures = sorted({r["temperature"] for r in rows})
-    titles = ["drafter", "draft", *(f"length, T = {t:g}" for t in temperatures), "at position 1, 2, 3, 4", "draft, ms", "pass + verify, ms"]
-    lines = header(titles)
+    titles = ["drafter", "draft", *(f"length, T = {t:g}" for t in temperatures), "at position 1, 2, 3, 4"]
+    lines = header([*titles, "draft, ms", "pass + verify, ms"] if times else titles)
     for (drafter, _, _, nodes, depth, width), own in grouped(rows, "drafter", "source", "digest", "nodes", "depth", "width").items():
         by_temperature = grouped(own, "temperature")
         cells = [f"{length(by_temperature[t,]):.2f}" if (t,) in by_temperature else "" for t in temperatures]
         coolest = by_temperature[min(by_temperature)]
         shares = " ".join(f"{position(coolest, i):.2f}" for i in range(min(4, depth)))
-        costs = [milliseconds(own, "draft_seconds"), milliseconds(own, "forward_seconds", "verify_seconds")]
+        costs = [milliseconds(own, "draft_seconds"), milliseconds(own, "forward_seconds", "verify_seconds")] if times else []
         lines.append(line([drafter, str(Shape(nodes, depth, width)), *cells, shares, *(f"{c:.1f}" for c in costs)]))
     return lines
 
@@ -82,13 +82,13 @@ def line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def accept_table(rows: list[Record]) -> str:
+def accept_table(rows: list[Record], times: bool = True) -> str:
     """Both tables and what they rest on; "" without records."""
     rows = latest(rows)
     if not rows:
         return ""
     r, parts = rows[0], []
-    for lines, texts, what in ((free_table(rows), "free", "prompts"), (forced_table(rows), "forced", "contexts")):
+    for lines, texts, what in ((free_table(rows, times), "free", "prompts"), (forced_table(rows), "forced", "contexts")):
         if lines:
             own = [r for r in rows if r["texts"] == texts]
             domains, counts = len({r["domain"] for r in own}), "/".join(map(str, sorted({r["count"] for r in own})))
@@ -101,8 +101,8 @@ def accept_table(rows: list[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def panels(rows: list[Record]) -> list[Panel]:
-    """Length over K and over nodes, draft and pass time over K, and acceptance by position of the longest chains."""
+def panels(rows: list[Record], times: bool = True) -> list[Panel]:
+    """Length over K and over nodes, acceptance by position of the longest chains, and draft and pass time over K (`times`)."""
     rows = [r for r in latest(rows) if r["texts"] == "free" and r["mode"] == "coupled"]
     chains, trees = [r for r in rows if r["width"] == 1], [r for r in rows if r["width"] > 1]
     longest: list[Curve] = []
@@ -113,10 +113,11 @@ def panels(rows: list[Record]) -> list[Panel]:
     found: list[Panel] = [
         ("acceptance length of chains over K", curves(chains, "depth", length)),
         ("acceptance length of trees over nodes", curves(trees, "nodes", length)),
-        ("draft, ms a step, chains over K", curves(chains, "depth", lambda own: milliseconds(own, "draft_seconds"))),
-        ("target pass and verification, ms, chains over K", curves(chains, "depth", pass_time)),
         ("accepted at position i, longest chains", longest),
     ]
+    if times:
+        found.append(("draft, ms a step, chains over K", curves(chains, "depth", lambda own: milliseconds(own, "draft_seconds"))))
+        found.append(("target pass and verification, ms, chains over K", curves(chains, "depth", pass_time)))
     return [panel for panel in found if panel[1]]
 
 
@@ -135,9 +136,9 @@ def curves(rows: list[Record], x: str, value: Callable[[list[Record]], float]) -
     return found
 
 
-def accept_plot(rows: list[Record], picture: Path) -> bool:
+def accept_plot(rows: list[Record], picture: Path, times: bool = True) -> bool:
     """Draw `panels`; False, and no picture, where there are none."""
-    found = panels(rows)
+    found = panels(rows, times)
     if found:
         draw(found, picture)
     return bool(found)

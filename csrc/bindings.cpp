@@ -226,7 +226,7 @@ void check(const at::Tensor& t, const char* name, at::ScalarType dtype, int64_t 
 }
 
 void check_tiles(const at::Tensor& tiles, int64_t kind, int64_t rows, int64_t cols) {
-  TORCH_CHECK(kind >= 0 && kind <= Q8_0 && (kind == F32 || cols % 32 == 0), "unknown weight kind or odd width");
+  TORCH_CHECK(kind >= 0 && kind <= F8 && (!in_blocks((int)kind) || cols % 32 == 0), "unknown weight kind or odd width");
   int64_t bytes = (rows + 15) / 16 * tile_bytes(cols, (WeightKind)kind);
   TORCH_CHECK(tiles.is_cpu() && tiles.is_contiguous() && (int64_t)tiles.nbytes() == bytes, "tiles must be contiguous, of ", bytes, " bytes");
 }

@@ -28,7 +28,7 @@ struct Shape {
 
 struct Law {  // the request's; without noise: temperature 0
   bool noisy;
-  double temperature;
+  double temperature, share;  // share: of the noise that candidates listen to
   int64_t seed, choice, purpose;
 };
 
@@ -124,7 +124,7 @@ class Growth {
     std::vector<float> chances(R * width);
     std::vector<int64_t> seeds(R, law_.seed), positions(R, context() + depth - 1), choices(R, law_.choice);
     current_kernels()->candidates({floats(logits), target_ids_, ids.data(), chances.data(), R, logits.size(1), width, law_.noisy,
-                                   {seeds.data(), positions.data(), choices.data(), (uint32_t)law_.purpose}, (float)law_.temperature});
+                                   {seeds.data(), positions.data(), choices.data(), (uint32_t)law_.purpose}, (float)law_.temperature, (float)law_.share});
     for (int64_t i = 0; i < R * width; i++) {
       float chance = chances[i];
       int64_t cell = (int64_t)(chance * (float)rating_.buckets) + rating_.depth_cells[depth - 1] + rating_.rank_cells[i % width];
@@ -213,11 +213,11 @@ void bind_draft_head(py::module_& m) {
       }, py::call_guard<py::gil_scoped_release>())
       .def("grow", [](const DraftHead& self, const std::vector<Cache>& caches, const std::vector<Tensor>& taps, const std::vector<int64_t>& tokens,
                       int64_t start, int64_t first, const Tensor& table, const std::array<int64_t, 4>& shape, const std::vector<int64_t>& end_ids,
-                      float hopeless, const std::optional<std::tuple<double, int64_t, int64_t, int64_t>>& law, const py::buffer& rates, const std::vector<int64_t>& depth_cells, const std::vector<int64_t>& rank_cells,
+                      float hopeless, const std::optional<std::tuple<double, double, int64_t, int64_t, int64_t>>& law, const py::buffer& rates, const std::vector<int64_t>& depth_cells, const std::vector<int64_t>& rank_cells,
                       double buckets, double tie, const std::optional<Tensor>& target_ids) {
-        auto [temperature, seed, choice, purpose] = law.value_or(std::make_tuple(0.0, 0, 0, 0));
+        auto [temperature, share, seed, choice, purpose] = law.value_or(std::make_tuple(0.0, 0.0, 0, 0, 0));
         return grow(self, caches, {taps, tokens, start, first, table}, {shape[0], shape[1], shape[2], shape[3], end_ids, hopeless},
-                    {law.has_value(), temperature, seed, choice, purpose}, {rates, depth_cells, rank_cells, buckets, tie}, target_ids);
+                    {law.has_value(), temperature, share, seed, choice, purpose}, {rates, depth_cells, rank_cells, buckets, tie}, target_ids);
       }, py::arg("caches"), py::kw_only(), py::arg("taps"), py::arg("tokens"), py::arg("start"), py::arg("first"), py::arg("table"), py::arg("shape"),
          py::arg("end_ids"), py::arg("hopeless"), py::arg("law"), py::arg("rates"), py::arg("depth_cells"), py::arg("rank_cells"), py::arg("buckets"), py::arg("tie"),
          py::arg("target_ids"));

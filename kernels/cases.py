@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
-from specdec.kernels.linear.tiles import HEADER, RAW_BYTES, TiledWeight, pack_blocks, pack_dense
+from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,13 @@ def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
     """A tiled weight with entries of the size trained weights have."""
     g = torch.Generator().manual_seed(seed)
-    if kind == "F32":
-        return pack_dense(torch.randn(rows, cols, generator=g) * 0.05)
+    for dtype, name in FLOATS.items():
+        if kind == name:
+            return pack_dense((torch.randn(rows, cols, generator=g) * 0.05).to(dtype))
+    if kind == "F8":
+        numbers = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, generator=g)
+        numbers = torch.where(numbers & 0x7F == 0x7F, numbers - 1, numbers)  # what remains are all e4m3 numbers, NaN left out
+        return pack_fp8(torch.cat(((torch.randn(rows, 1, generator=g) * 1e-3).view(torch.uint8), numbers), dim=1), cols)
     raw = torch.randint(0, 256, (rows, cols // 32, RAW_BYTES[kind]), dtype=torch.uint8, generator=g)
     scales = (torch.randn(rows, cols // 32, HEADER[kind] // 2, generator=g) * 0.01).half()
     raw[..., : HEADER[kind]] = scales.view(torch.uint8)
@@ -123,7 +128,7 @@ def _draft_attention() -> Iterator[Case]:
 
 
 def _tiled() -> Iterator[Case]:
-    for kind in ("F32", "Q4_0", "Q4_1", "Q8_0"):
+    for kind in KINDS:
         for m, n, k in ((0, 40, 64), (1, 1, 32), (1, 40, 64), (3, 16, 576), (7, 100, 576), (9, 33, 1536), (37, 20, 96)):
             yield Case(f"{kind} {m}x{n}x{k}", (randn(m, k), random_weight(n, k, kind)), row_args=(0,))
         outlier = randn(4, 576)
@@ -131,7 +136,8 @@ def _tiled() -> Iterator[Case]:
         outlier[1] = 0.0
         outlier[2] *= 1e-30
         yield Case(f"{kind} outliers", (outlier, random_weight(48, 576, kind)), row_args=(0,))
-    yield Case("F32 odd width", (randn(5, 77), random_weight(35, 77, "F32")), row_args=(0,))
+    for kind in ("F32", "F16", "BF16", "F8"):
+        yield Case(f"{kind} odd width", (randn(5, 77), random_weight(35, 77, kind)), row_args=(0,))
     for n, k in ((960, 576), (3072, 576), (576, 1536)):
         yield Case(f"Q4_1 model {n}x{k}", (randn(2, k), random_weight(n, k, "Q4_1")), row_args=(0,))
 
@@ -142,7 +148,7 @@ def _dense() -> Iterator[Case]:
 
 
 def _embedding() -> Iterator[Case]:
-    for kind in ("F32", "Q4_0", "Q4_1", "Q8_0"):
+    for kind in KINDS:
         for ids in ([], [0], [99, 0, 15, 16, 99]):
             yield Case(f"{kind} {len(ids)}", (torch.tensor(ids, dtype=torch.int64), random_weight(100, 64, kind)), row_args=(0,))
 

@@ -139,7 +139,7 @@ class SpecConfig:
     "fixed" asks for exactly these numbers every step (acceptance tables use it).
     verify: "coupled" (default, same text as off), "rejection", "block" (exact in distribution), "synthetic" (benchmarks only).
     synthetic_acceptance: unconditional acceptance rate per draft position, non-increasing, for verify="synthetic".
-    head: draft head for eagle3/peagle, a directory, hub id or shipped name; draft_quantization: precision of its weights (None =
+    head: draft head for eagle3/peagle, a directory, hub id or shipped name; draft_quantization: storage of its weights (None =
     the file's). model: checkpoint for draft_model. corpus: text file for the n-gram/suffix index. mix_p: ORACLE share of MIX.
     """
 

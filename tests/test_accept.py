@@ -133,9 +133,13 @@ def test_the_report_has_every_shape_and_curve(tmp_path: Path, monkeypatch: pytes
             schema.append("accept", base | vars_of(own) | {"acceptance_length": length + more, "positions": [0.5]})
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- table:accept -->\nold\n<!-- /table:accept -->\nz\n", encoding="utf-8")
-    report.main(readme)
+    report.main(readme, [])
     text = readme.read_text(encoding="utf-8")
     assert "| eagle3 | chain 2 | 1.70 | 0.50 0.50 | 2.0 | 6.0 |" in text and "| 3.50 | 2.50 |" in text
     assert "old" not in text and text.endswith("z\n")
     titles = [title for title, _ in report_accept.panels(schema.records("accept"))]
     assert (tmp_path / "results" / "accept.svg").read_text().count("<polyline") == len(titles) == 4
+    report.main(readme, ["--without-times"])
+    text = readme.read_text(encoding="utf-8")
+    assert "| eagle3 | chain 2 | 1.70 | 0.50 0.50 |\n" in text and "ms" not in text
+    assert (tmp_path / "results" / "accept.svg").read_text().count("<polyline") == 2

@@ -45,7 +45,7 @@ static void candidates(const CandidateArgs& a) {
       row = race;
       for (int64_t i = 0; i < V; i++) {
         if (a.target_ids) field[i] = a.target_ids[field[i]];
-        race[i] = race[i] / a.temperature + gumbel(word_of(a.key, r, field[i]));
+        race[i] = race[i] / a.temperature + a.share * gumbel(word_of(a.key, r, field[i]));
       }
     }
     best_columns(row, V, a.width, ids, chances);

@@ -18,11 +18,19 @@ namespace generic {
 const CpuKernels* generic_kernels() { return &generic::table; }
 
 int64_t linear_scratch_bytes(int64_t M, int64_t K, WeightKind kind) {
-  return kind == F32 ? 0 : M * (K / 32) * (int64_t)sizeof(generic::Digits);
+  return in_blocks(kind) ? M * (K / 32) * (int64_t)sizeof(generic::Digits) : 0;
 }
 
 int64_t tile_bytes(int64_t K, WeightKind kind) {
-  static const int64_t block[] = {0, 288, 320, 544};
-  return kind == F32 ? K * 16 * (int64_t)sizeof(float) : K / 32 * block[kind];
+  switch (kind) {
+    case F32: return K * 64;
+    case F16:
+    case BF16: return K * 32;
+    case F8: return K * 16 + 64;
+    case Q4_0: return K / 32 * 288;
+    case Q4_1: return K / 32 * 320;
+    case Q8_0: return K / 32 * 544;
+  }
+  return 0;
 }
 }  // namespace specdec

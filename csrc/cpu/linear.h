@@ -112,8 +112,18 @@ template <int kind> static void block_rows(const Digits* x, int64_t rows, int64_
   }
 }
 
-// float32 tiles: partial sums of 64 columns, added in K order.
-template <int rows> static void dense_tile(const float* x, int64_t K, const float* tile, float* out, int64_t N, int width) {
+// Tiles of plain numbers, widened to float32 as they are loaded: partial sums of 64 columns, added in K order.
+template <int kind> SPECDEC_INLINE Float16 numbers(const uint8_t* tile, int64_t k) {
+  if constexpr (kind == F16) return load_half(tile + 32 * k);
+  if constexpr (kind == BF16) return load_bfloat(tile + 32 * k);
+  if constexpr (kind == F8) return load_fp8(tile + 16 * k);
+  return load((const float*)(tile + 64 * k));
+}
+
+// What the numbers of a tile's rows are to be multiplied by: the scales behind them, without the 2^-8 of `load_fp8`.
+SPECDEC_INLINE Float16 fp8_scales(const uint8_t* tile, int64_t K) { return mul(load((const float*)(tile + 16 * K)), all(256.0f)); }
+
+template <int kind, int rows> static void dense_tile(const float* x, int64_t K, const uint8_t* tile, float* out, int64_t N, int width) {
   Float16 acc[rows];
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++) acc[r] = all(0.0f);
@@ -123,7 +133,7 @@ template <int rows> static void dense_tile(const float* x, int64_t K, const floa
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) part[r] = all(0.0f);
     for (int64_t k = start; k < stop; k++) {
-      Float16 w = load(tile + k * kTile);
+      Float16 w = numbers<kind>(tile, k);
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++) part[r] = fma(w, all(x[r * K + k]), part[r]);
     }
@@ -131,23 +141,26 @@ template <int rows> static void dense_tile(const float* x, int64_t K, const floa
     for (int r = 0; r < rows; r++) acc[r] = add(acc[r], part[r]);
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < rows; r++) store_n(out + r * N, acc[r], width);
+  for (int r = 0; r < rows; r++) {
+    if constexpr (kind == F8) acc[r] = mul(acc[r], fp8_scales(tile, K));
+    store_n(out + r * N, acc[r], width);
+  }
 }
 
-static void dense_rows(const float* x, int64_t rows, int64_t K, const float* tile, float* out, int64_t N, int width) {
+template <int kind> static void dense_rows(const float* x, int64_t rows, int64_t K, const uint8_t* tile, float* out, int64_t N, int width) {
   int64_t r = 0;
-  for (; r + 8 <= rows; r += 8) dense_tile<8>(x + r * K, K, tile, out + r * N, N, width);
-  for (; r + 4 <= rows; r += 4) dense_tile<4>(x + r * K, K, tile, out + r * N, N, width);
-  for (; r + 2 <= rows; r += 2) dense_tile<2>(x + r * K, K, tile, out + r * N, N, width);
-  for (; r < rows; r++) dense_tile<1>(x + r * K, K, tile, out + r * N, N, width);
+  for (; r + 8 <= rows; r += 8) dense_tile<kind, 8>(x + r * K, K, tile, out + r * N, N, width);
+  for (; r + 4 <= rows; r += 4) dense_tile<kind, 4>(x + r * K, K, tile, out + r * N, N, width);
+  for (; r + 2 <= rows; r += 2) dense_tile<kind, 2>(x + r * K, K, tile, out + r * N, N, width);
+  for (; r < rows; r++) dense_tile<kind, 1>(x + r * K, K, tile, out + r * N, N, width);
 }
 
 template <int kind> static void tile_rows(const LinearArgs& a, int64_t tile, int64_t row, int64_t rows) {
   int64_t left = a.N - tile * kTile;
   int width = left < kTile ? (int)left : kTile;
   float* out = a.out + row * a.stride + tile * kTile;
-  if constexpr (kind == F32) {
-    dense_rows(a.x + row * a.K, rows, a.K, (const float*)a.tiles + tile * kTile * a.K, out, a.stride, width);
+  if constexpr (!in_blocks(kind)) {
+    dense_rows<kind>(a.x + row * a.K, rows, a.K, a.tiles + tile * tile_bytes(a.K, (WeightKind)kind), out, a.stride, width);
   } else {
     int64_t blocks = a.K / 32;
     const Digits* x = (const Digits*)a.scratch + row * blocks;
@@ -168,7 +181,7 @@ template <int kind> static void tile_share(const LinearArgs& a, int id, int coun
 }
 
 template <int kind> static void digit_rows(const LinearArgs& a, int64_t first, int64_t last) {
-  if constexpr (kind != F32) {
+  if constexpr (in_blocks(kind)) {
     Digits* out = (Digits*)a.scratch;
     int64_t blocks = a.K / 32;
     for (int64_t b = first * blocks; b < last * blocks; b++) to_digits(a.x + b * 32, out + b, Format<kind>::zero);
@@ -197,6 +210,9 @@ template <class F> static void with_kind(WeightKind kind, F f) {
     case Q4_0: return f.template operator()<Q4_0>();
     case Q4_1: return f.template operator()<Q4_1>();
     case Q8_0: return f.template operator()<Q8_0>();
+    case F16: return f.template operator()<F16>();
+    case BF16: return f.template operator()<BF16>();
+    case F8: return f.template operator()<F8>();
   }
 }
 
@@ -204,10 +220,16 @@ static void linear(const LinearArgs& a) {
   with_kind(a.kind, [&]<int kind>() { run_linear<kind>(a); });
 }
 
-// Row `id` of the weight, dequantised: d * q (+ m), rounded after each operation like the reference.
+// Row `lane` of a tile, dequantised: d * q (+ m), rounded after each operation like the reference.
 template <int kind> static void embed_row(const uint8_t* tile, int lane, int64_t K, float* out) {
-  if constexpr (kind == F32) {
-    for (int64_t k = 0; k < K; k++) out[k] = ((const float*)tile)[k * kTile + lane];
+  if constexpr (!in_blocks(kind)) {
+    for (int64_t k = 0; k < K; k++) {
+      float values[16];
+      Float16 w = numbers<kind>(tile, k);
+      if constexpr (kind == F8) w = mul(w, fp8_scales(tile, K));
+      store(values, w);
+      out[k] = values[lane];
+    }
   } else {
     for (int64_t b = 0; b < K / 32; b++, tile += Format<kind>::bytes, out += 32) {
       float d[16], m[16] = {0};
@@ -230,11 +252,6 @@ static void embedding(const EmbeddingArgs& a) {
     const uint8_t* tile = a.tiles + a.ids[t] / kTile * bytes;
     int lane = (int)(a.ids[t] % kTile);
     float* out = a.out + t * a.K;
-    switch (a.kind) {
-      case F32: embed_row<F32>(tile, lane, a.K, out); break;
-      case Q4_0: embed_row<Q4_0>(tile, lane, a.K, out); break;
-      case Q4_1: embed_row<Q4_1>(tile, lane, a.K, out); break;
-      case Q8_0: embed_row<Q8_0>(tile, lane, a.K, out); break;
-    }
+    with_kind(a.kind, [&]<int kind>() { embed_row<kind>(tile, lane, a.K, out); });
   }
 }

@@ -27,6 +27,13 @@ SPECDEC_INLINE Float16 zero_below(Float16 a, Float16 x, float limit) {  // a whe
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GE_OQ), a.v)};
 }
 SPECDEC_INLINE Float16 load_half(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+SPECDEC_INLINE Float16 load_bfloat(const uint8_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+SPECDEC_INLINE Float16 load_fp8(const uint8_t* p) {  // e4m3 without NaN, times 2^-8: sign, exponent and mantissa as half has them
+  __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
+  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbfff)))};
+}
 SPECDEC_INLINE Float16 to_float(Int16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 SPECDEC_INLINE Int16 to_int(Float16 a) { return {_mm512_cvtps_epi32(a.v)}; }  // round to nearest even
 SPECDEC_INLINE Float16 times_power(Float16 a, Int16 n) {  // a * 2^n through the exponent; result must be normal
@@ -108,6 +115,15 @@ SPECDEC_INLINE Float16 zero_below(Float16 a, Float16 x, float limit) {
 }
 SPECDEC_INLINE Float16 load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
+SPECDEC_INLINE __m256 bfloat_half(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+SPECDEC_INLINE Float16 load_bfloat(const uint8_t* p) { return {bfloat_half(p), bfloat_half(p + 16)}; }
+SPECDEC_INLINE Float16 load_fp8(const uint8_t* p) {
+  __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
+  __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbfff));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
 }
 SPECDEC_INLINE Float16 to_float(Int16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 SPECDEC_INLINE Int16 to_int(Float16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
@@ -247,6 +263,20 @@ static __attribute__((noinline)) Float16 load_half(const uint8_t* p) {
   __builtin_memcpy(h, p, 32);
   Float16 r;
   for (int i = 0; i < 16; i++) r.v[i] = half_to_float(h[i]);
+  return r;
+}
+static __attribute__((noinline)) Float16 load_bfloat(const uint8_t* p) {
+  uint16_t high[16];
+  __builtin_memcpy(high, p, 32);
+  Int16 bits;
+  for (int i = 0; i < 16; i++) bits.v[i] = (int32_t)((uint32_t)high[i] << 16);
+  Float16 r;
+  __builtin_memcpy(&r, &bits, 64);
+  return r;
+}
+static __attribute__((noinline)) Float16 load_fp8(const uint8_t* p) {
+  Float16 r;
+  for (int i = 0; i < 16; i++) r.v[i] = half_to_float((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
   return r;
 }
 static __attribute__((noinline)) Int16 to_int(Float16 a) {

@@ -7,7 +7,9 @@
 
 namespace specdec {
 
-enum WeightKind { F32 = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };  // order of KINDS in kernels/linear/tiles.py
+enum WeightKind { F32, Q4_0, Q4_1, Q8_0, F16, BF16, F8 };  // order of KINDS in kernels/linear/tiles.py
+
+constexpr bool in_blocks(int kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q8_0; }  // of 32 columns; the others are numbers
 
 struct LinearArgs {
   const float* x;        // [M, K]
@@ -146,9 +148,9 @@ struct CandidateArgs {
   int64_t* ids;               // [R, width] of the target, best first, ties to the lowest; distinct where the chance is not 0
   float* chances;             // [R, width] softmax of the row, or share of the race
   int64_t R, V, width;        // width <= kField
-  bool noisy;                 // logits / temperature of the kField best race with noise
+  bool noisy;                 // logits / temperature + share * noise of the kField best race
   NoiseKey key;
-  float temperature;
+  float temperature, share;
 };
 
 struct CpuKernels {

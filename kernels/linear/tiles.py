@@ -8,7 +8,10 @@ A tile holds 16 rows (SIMD lane = row; the last tile is padded with zero rows). 
 
 In a 64-byte vector lane r is the 32-bit word of row r. For 4 bits, byte b of vector v holds column 8v+b in its low and
 column 8v+4+b in its high nibble, so masking yields four consecutive columns as bytes, the shape byte dot products want.
-For 8 bits byte b of vector v is column 4v+b, biased to unsigned. F32 tiles are float32 [tiles, K, 16].
+For 8 bits byte b of vector v is column 4v+b, biased to unsigned.
+
+Plain numbers have no blocks and any K: F32, F16 and BF16 tiles are float32, float16 and bfloat16 [tiles, K, 16]; an F8 tile
+is K × 16 bytes of e4m3 (no NaN), then 16 × float32 scales, one a row.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from torch import Tensor
 
 TILE = 16
 BLOCK = 32
-KINDS = ("F32", "Q4_0", "Q4_1", "Q8_0")  # position = the kind's number in csrc
+KINDS = ("F32", "Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "F8")  # position = the kind's number in csrc
+FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 RAW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # per block of 32 in a GGUF row
 HEADER = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}  # bytes of fp16 scales before the quants in a raw block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledWeight:
-    """`rows` × `cols` weight in tiles. data: float32 [tiles, K, 16] for F32, else uint8 [tiles, K/32, bytes]."""
+    """`rows` × `cols` weight in tiles. data: [tiles, K, 16] of the kind's dtype for F32, F16 and BF16, uint8 [tiles, K·16 + 64]
+    for F8, else uint8 [tiles, K/32, bytes]."""
 
     data: Tensor
     kind: str
@@ -44,9 +49,17 @@ def _pad_rows(t: Tensor) -> Tensor:
 
 
 def pack_dense(weight: Tensor) -> TiledWeight:
-    """weight [N,K] of any float dtype -> F32 tiles."""
+    """weight [N,K] -> tiles of its own dtype, float32 for any that has no tiles."""
     rows, cols = weight.shape
-    return TiledWeight(_pad_rows(weight.float()).transpose(1, 2).contiguous(), "F32", rows, cols)
+    weight = weight if weight.dtype in FLOATS else weight.float()
+    return TiledWeight(_pad_rows(weight).transpose(1, 2).contiguous(), FLOATS[weight.dtype], rows, cols)
+
+
+def pack_fp8(raw: Tensor, cols: int) -> TiledWeight:
+    """raw uint8 [N, 4 + K]: a row's float32 scale, then its e4m3 bytes -> F8 tiles."""
+    rows = _pad_rows(raw)  # [tiles, 16, 4 + K]
+    data = torch.cat((rows[..., 4:].transpose(1, 2).flatten(1), rows[..., :4].flatten(1)), dim=1)
+    return TiledWeight(data, "F8", raw.shape[0], cols)
 
 
 def pack_blocks(raw: Tensor, kind: str, cols: int) -> TiledWeight:
@@ -66,16 +79,15 @@ def pack_blocks(raw: Tensor, kind: str, cols: int) -> TiledWeight:
     return TiledWeight(data.contiguous(), kind, rows, cols)
 
 
-def pack_many(raws: list[Tensor], kind: str, cols: int) -> TiledWeight:
-    """Like `pack_blocks` for shards stacked along rows, without a copy of the raw stack when there is one shard."""
-    return pack_blocks(raws[0] if len(raws) == 1 else torch.cat(raws), kind, cols)
-
-
 def unpack(weight: TiledWeight) -> Tensor:
     """The dequantised weight, float32 [rows, cols], exact in float32 up to the one rounding of d*q+m."""
     data, kind = weight.data, weight.kind
-    if kind == "F32":
-        return data.transpose(1, 2).flatten(0, 1)[: weight.rows]
+    if kind in FLOATS.values():
+        return data.transpose(1, 2).flatten(0, 1)[: weight.rows].float()
+    if kind == "F8":
+        numbers = data[:, :-64].contiguous().view(torch.float8_e4m3fn).view(-1, weight.cols, TILE).float()
+        scales = data[:, -64:].contiguous().view(torch.float32)  # [tiles, 16]
+        return (numbers * scales[:, None]).transpose(1, 2).flatten(0, 1)[: weight.rows]
     tiles, blocks, _ = data.shape
     size = 512 if kind == "Q8_0" else 256
     words = data[..., :size].reshape(tiles, blocks, size // 64, TILE, 4)

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec import ops
-from specdec.layers.linear import Linear, RawWeight, dense, tile_shards, use_tiles
+from specdec.layers.linear import Linear, Method, RawWeight, make_method
 from specdec.quant.none import Dense
-from specdec.quant.tiled import Tiled
+from specdec.quant.packed import Packed
 
 
 class Embedding:
     """ids [T] i64 -> [T,H] in the activation dtype. Holds a method whose weight rows are the token vectors."""
 
-    def __init__(self, method: Dense | Tiled):
+    def __init__(self, method: Method):
         self.method = method
 
     @property
@@ -28,9 +28,11 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] i64 in [0, vocab) -> [T,H]."""
-        if isinstance(self.method, Tiled):
-            return ops.tiled_embedding(ids, self.method.parts[0])
-        return F.embedding(ids, self.method.weight)
+        if isinstance(self.method, Dense):
+            return F.embedding(ids, self.method.weight)
+        if isinstance(self.method, Packed):
+            return ops.tiled_embedding(ids, self.method.stored[0]).to(self.method.dtype)
+        return ops.tiled_embedding(ids, self.method.parts[0])
 
     def head(self) -> Linear:
         """The tied output projection on the same storage; logits are float32 in every mode."""
@@ -41,9 +43,8 @@ class Embedding:
         return self.method.dequantize()
 
 
-def make_embedding(raw: RawWeight, *, device: torch.device | str, dtype: torch.dtype, deterministic: bool = False) -> Embedding:
-    """From a [V,H] weight or packed blocks. Packed blocks stay packed on the CPU in float32 with the compiled extension."""
-    device = torch.device(device)
-    if use_tiles(device, dtype):
-        return Embedding(Tiled(tile_shards([raw])))
-    return Embedding(Dense(dense(raw, device, dtype).contiguous(), rowwise=deterministic))
+def make_embedding(
+    raw: RawWeight, *, device: torch.device | str, dtype: torch.dtype, deterministic: bool = False, keep: bool = False
+) -> Embedding:
+    """From a [V,H] weight in any storage, which it stays in where `make_linear` would let it."""
+    return Embedding(make_method([raw], torch.device(device), dtype, rowwise=deterministic, keep=keep))

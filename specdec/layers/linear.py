@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from specdec import ops
 from specdec.errors import UnsupportedCheckpoint
-from specdec.kernels.linear.tiles import TiledWeight, pack_dense, pack_many
+from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
+from specdec.quant.fp8 import Fp8Rows
 from specdec.quant.ggml import GgmlBlocks
 from specdec.quant.method import LinearMethod
 from specdec.quant.none import Dense
+from specdec.quant.packed import Packed
 from specdec.quant.tiled import Tiled
 
-RawWeight = Tensor | GgmlBlocks
+RawWeight = Tensor | GgmlBlocks | Fp8Rows
+
+
+Method = Dense | Tiled | Packed
 
 
 class Linear:
@@ -45,23 +52,37 @@ class Linear:
 
 
 def make_linear(
-    shards: list[RawWeight], bias: Tensor | None = None, *, device: torch.device | str, dtype: torch.dtype, deterministic: bool = False
+    shards: list[RawWeight],
+    bias: Tensor | None = None,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    keep: bool = False,
 ) -> Linear:
     """A linear layer from shards stacked along rows (q|k|v, gate|up).
 
-    On the CPU in float32, with the compiled extension, weights stay packed in tiles; elsewhere they become dense in
-    `dtype`. Raises UnsupportedCheckpoint when shards disagree on the number of columns.
+    On the CPU in float32, with the compiled extension, weights stay in their storage, in tiles; elsewhere they become dense
+    in `dtype`, or with `keep` stay in a storage smaller than that. Raises UnsupportedCheckpoint when shards disagree on the
+    number of columns.
     """
     device = torch.device(device)
     columns = {shard.shape[1] for shard in shards}
     if len(columns) != 1:
         raise UnsupportedCheckpoint(f"shards of one linear layer have different widths: {sorted(columns)}")
     bias = None if bias is None else bias.to(device=device, dtype=dtype)
+    return Linear(make_method(shards, device, dtype, rowwise=deterministic, keep=keep), bias)
+
+
+def make_method(shards: list[RawWeight], device: torch.device, dtype: torch.dtype, *, rowwise: bool, keep: bool) -> Method:
+    """The storage and product of `make_linear`."""
     if use_tiles(device, dtype):
-        return Linear(Tiled(tile_shards(shards)), bias)
+        return Tiled(tile_shards(shards))
+    if keep and all(not isinstance(shard, Tensor) or shard.dtype.itemsize < dtype.itemsize for shard in shards):
+        return Packed([replace(part, data=part.data.to(device)) for part in tile_shards(shards)], dtype, rowwise=rowwise)
     rows = [dense(shard, device, dtype) for shard in shards]
     weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return Linear(Dense(weight.contiguous(), rowwise=deterministic), bias)
+    return Dense(weight.contiguous(), rowwise=rowwise)
 
 
 def use_tiles(device: torch.device, dtype: torch.dtype) -> bool:
@@ -71,7 +92,7 @@ def use_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 def dense(raw: RawWeight, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[N,K] in `dtype` on `device`."""
-    return (raw.dequantize() if isinstance(raw, GgmlBlocks) else raw).to(device=device, dtype=dtype)
+    return (raw if isinstance(raw, Tensor) else raw.dequantize()).to(device=device, dtype=dtype)
 
 
 def tile_shards(shards: list[RawWeight]) -> list[TiledWeight]:
@@ -88,12 +109,13 @@ def tile_shards(shards: list[RawWeight]) -> list[TiledWeight]:
 
 
 def _format(raw: RawWeight) -> str:
-    return raw.kind if isinstance(raw, GgmlBlocks) else "F32"
+    return FLOATS.get(raw.dtype, "F32") if isinstance(raw, Tensor) else raw.kind
 
 
 def _tile(group: list[RawWeight]) -> TiledWeight:
-    blocks = [raw for raw in group if isinstance(raw, GgmlBlocks)]
-    if blocks:
-        return pack_many([raw.data for raw in blocks], blocks[0].kind, blocks[0].shape[1])
-    tensors = [raw.float() for raw in group if isinstance(raw, Tensor)]
-    return pack_dense(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+    """Shards of one format."""
+    data = [raw if isinstance(raw, Tensor) else raw.data for raw in group]
+    rows, kind, columns = data[0] if len(data) == 1 else torch.cat(data), _format(group[0]), group[0].shape[1]
+    if kind in RAW_BYTES:
+        return pack_blocks(rows, kind, columns)
+    return pack_fp8(rows, columns) if kind == "F8" else pack_dense(rows)

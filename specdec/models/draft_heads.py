@@ -28,6 +28,7 @@ class DraftHead:
 
     weights: by internal name, which is that of the speculators layout. Embedding and lm_head are the target's where the
     head has none. RoPE tables have the target's length: the head's own says what it was trained for, not where it may run.
+    keep: weights stay in a storage smaller than `dtype` on every device (`make_linear`).
     target_ids [Vd] i64: target id of each draft id. mask_feature [Hd]: the feature of a P-EAGLE mask row, else None.
     epoch: digest of config and weights; names the draft KV. trusted: False when the target is not the one it was trained on;
     `warning` says why. plan: the network prepared for one compiled call, or None, with the reason in `why_not`.
@@ -43,6 +44,7 @@ class DraftHead:
         device: torch.device,
         dtype: torch.dtype,
         deterministic: bool = False,
+        keep: bool = False,
     ):
         config.check_target(target.config, weights.origin)
         self.config, self.device, self.dtype, self.deterministic = config, device, dtype, deterministic
@@ -50,7 +52,7 @@ class DraftHead:
         self.warning: str | None = None
         self.epoch = _digest(config, weights)
         rotary = Rotary(config.rope, config.head_dim, target.config.max_positions, device=device)
-        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
+        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, keep=keep)
         self._build_input(build, target)
         self._build_layers(build)
         vocab, hidden = config.draft_vocab_size, config.hidden_size
@@ -70,7 +72,7 @@ class DraftHead:
         self.embedding = target.embedding
         if c.own_embedding:
             own = build.raw("embed_tokens.weight", c.vocab_size, c.hidden_size)
-            self.embedding = make_embedding(own, device=self.device, dtype=self.dtype, deterministic=self.deterministic)
+            self.embedding = make_embedding(own, device=self.device, dtype=self.dtype, deterministic=self.deterministic, keep=build.keep)
         norms = range(len(c.taps)) if c.fc_norm else ()
         self.tap_norms = [build.norm(f"fc_norm.{i}", c.target_hidden_size) for i in norms]
         self.input_norm = build.norm("input_norm", c.tap_size) if c.norm_before_fc else None
@@ -83,6 +85,15 @@ class DraftHead:
         self.norm: RMSNorm = build.norm("norm")
         deeper = [build.layer(f"layers.{i}", i) for i in range(1, c.num_layers)]
         self.stack = DecoderStack(deeper, self.norm) if deeper else None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the head's own matrices: what it shares with the target, norms and biases left out."""
+        layers = [self.wide, *(self.stack.layers if self.stack else [])]
+        linears = [self.fc, *(x for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down))]
+        linears += [self.lm_head] if self.config.own_lm_head else []
+        own = self.embedding.method.nbytes if self.config.own_embedding else 0
+        return own + sum(linear.method.nbytes for linear in linears)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """[T, n·Ht] taps of the target, in the order of `config.taps` -> [T, Hd] features. Once per target position."""
@@ -129,7 +140,8 @@ def _vocabulary(config: HeadConfig, weights: DictWeights, used: set[str]) -> Ten
 
 def _digest(config: HeadConfig, weights: DictWeights) -> str:
     """Hex digest of everything that the draft KV depends on."""
-    described = [f"{f.name}={getattr(config, f.name)}" for f in fields(config) if f.name not in ("dialect", "fingerprint", "provenance")]
+    apart = ("dialect", "noise_share", "fingerprint", "provenance")
+    described = [f"{f.name}={getattr(config, f.name)}" for f in fields(config) if f.name not in apart]
     digest = hashlib.blake2b("\n".join(described).encode(), digest_size=16)
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.errors import UnsupportedCheckpoint
 from specdec.models.config import ModelConfig
-from specdec.models.head_config import HeadConfig, default_taps
+from specdec.models.head_config import NOISE_SHARE, HeadConfig, default_taps
 
 # In order of precedence; a dot leads into a nested object.
 MASK_TOKEN_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -52,6 +52,7 @@ def read_head_config(
         windows=sizes.windows,
         mask_token_id=mask,
         num_depths=_num_depths(config, kind, extra),
+        noise_share=_noise_share(extra, origin),
         dialect=dialect,
         fingerprint=_object(extra, "fingerprint", origin) or None,
         provenance=_object(extra, "provenance", origin),
@@ -179,6 +180,14 @@ def _num_depths(config: Mapping[str, Any], kind: str, extra: Mapping[str, Any]) 
     first = methods[0] if kind == "peagle" and isinstance(methods, list) and methods else {}
     tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
     return tokens if isinstance(tokens, int) else 0
+
+
+def _noise_share(extra: Mapping[str, Any], origin: str) -> float:
+    """What was measured for this head, from our side file, or the share of heads in general."""
+    share = extra.get("noise_share", NOISE_SHARE)
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+        raise UnsupportedCheckpoint(f"{origin}: noise_share must be a number in (0, 1], got {share!r}")
+    return float(share)
 
 
 def _size(config: Mapping[str, Any], key: str, default: int, origin: str) -> int:

@@ -49,6 +49,7 @@ def export_head(
         "fingerprint": fingerprint if fingerprint is not None else config.fingerprint,
         "provenance": dict(provenance if provenance is not None else config.provenance),
         "num_depths": config.num_depths,
+        "noise_share": config.noise_share,
         "storage": storage,
     }
     dtype = "float16" if storage == "int8" else storage

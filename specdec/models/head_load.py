@@ -17,6 +17,7 @@ from specdec.models.head_files import SIDE_FILE, find_head, read_tensors
 from specdec.models.head_fingerprint import mismatch
 from specdec.models.jsonfile import read_json
 from specdec.models.weights import DictWeights
+from specdec.quant.fp8 import to_fp8
 from specdec.quant.quantize import BLOCK_KINDS, quantize
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from specdec.models.load import LoadedModel
 
 _ROUNDED = ("float32", "bfloat16", "float16")
-DRAFT_QUANTIZATIONS = (*_ROUNDED, *BLOCK_KINDS)
+DRAFT_QUANTIZATIONS = (*_ROUNDED, "fp8", *BLOCK_KINDS)
 
 
 def load_head(
@@ -37,8 +38,10 @@ def load_head(
 ) -> DraftHead:
     """Load a draft head for `target`; device and dtype default to the target's.
 
-    draft_quantization: precision of the weights, one of DRAFT_QUANTIZATIONS; None keeps the file's. On the CPU in float32
-    blocks ("int8", "int4") stay packed and the float formats are rounded, then held as float32; elsewhere all become `dtype`.
+    draft_quantization: storage of the weights, one of DRAFT_QUANTIZATIONS: "fp8" is e4m3 with a scale a row, "int8" and "int4"
+    are blocks of 32. Weights are held in it on every device, unless `dtype` is no larger; where no kernel multiplies it (all
+    but float32 on the CPU with the compiled extension) they are made dense for each product: small, not fast. None keeps the
+    file's storage on the CPU, and `dtype` elsewhere.
     A head of another target loads with `trusted` False and a `warning`. Raises ModelNotFound, ConfigError, and
     UnsupportedCheckpoint naming the field and both sizes.
     """
@@ -51,8 +54,7 @@ def load_head(
         config = read_head_config(read_json(path / "config.json"), shapes, target.config, extra=extra, origin=str(path))
     except UnsupportedCheckpoint as err:
         raise err if str(path) in err.message else UnsupportedCheckpoint(f"{path}: {err.message}") from err
-    if draft_quantization is not None:
-        tensors = {name: _converted(tensor, draft_quantization) for name, tensor in tensors.items()}
+    tensors = {name: converted(tensor, draft_quantization) for name, tensor in tensors.items()}
     model = target.model
     head = DraftHead(
         config,
@@ -61,6 +63,7 @@ def load_head(
         device=torch.device(device) if device is not None else model.device,
         dtype=dtype or model.dtype,
         deterministic=model.deterministic,
+        keep=draft_quantization is not None,
     )
     head.warning = _distrust(config.fingerprint, model, str(path))
     head.trusted = head.warning is None
@@ -85,11 +88,13 @@ def _without_copies(tensors: dict[str, RawWeight], model: LlamaModel) -> dict[st
     return {key: tensor for key, tensor in tensors.items() if not (same and key == name)}
 
 
-def _converted(tensor: RawWeight, precision: str) -> RawWeight:
-    """A matrix in the precision asked for; vectors (norms, biases, maps) stay as they are."""
-    if len(tensor.shape) != 2:
+def converted(tensor: RawWeight, precision: str | None) -> RawWeight:
+    """A matrix in the storage asked for, one of DRAFT_QUANTIZATIONS; vectors (norms, biases, maps) stay as they are, None keeps all."""
+    if precision is None or len(tensor.shape) != 2:
         return tensor
     dense = tensor if isinstance(tensor, Tensor) else tensor.dequantize()
+    if precision == "fp8":
+        return to_fp8(dense)
     return quantize(dense, BLOCK_KINDS[precision]) if precision in BLOCK_KINDS else dense.to(getattr(torch, precision))
 
 

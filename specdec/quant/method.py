@@ -18,6 +18,11 @@ class LinearMethod(Protocol):
     out_features: int
     fixed_order: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Memory the weight occupies."""
+        ...
+
     def apply(self, x: Tensor) -> Tensor:
         """x [M, in_features] -> x @ weight.T, [M, out_features]."""
         ...

@@ -16,6 +16,10 @@ class Dense:
         self.fixed_order = rowwise
         self.name = f"dense {str(weight.dtype).removeprefix('torch.')}" + (" rowwise" if rowwise else "")
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the weight's dtype -> [M,N]."""
         if not self.fixed_order:

@@ -1,4 +1,4 @@
-"""Weights in 16-row tiles for the compiled CPU kernels (float32 or GGUF blocks), float32 activations, one K order for all M."""
+"""Weights in 16-row tiles for the compiled CPU kernels (numbers or blocks), float32 activations, one K order for all M."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class Tiled:
         self.in_features = parts[0].cols
         self.out_features = sum(p.rows for p in parts)
         self.name = "tiled " + "+".join(dict.fromkeys(p.kind for p in parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.data.nbytes for p in self.parts)
 
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] f32 -> [M,N] f32."""

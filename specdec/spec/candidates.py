@@ -1,8 +1,11 @@
 """Candidates: which tokens a draft law proposes after each node, and how likely each is to be right.
 
 Coupled (default verification): the target's next token is argmax(log p + g) with noise g that only depends on seed, position
-and target token id. So the best guesses are the top tokens of log q + g with the *same* g, q being the draft's law under the
-request's own processing; at temperature 0 there is no noise and they are the top tokens of q. Under verify="rejection" |
+and target token id. So the best guesses are the top tokens of log q + share · g with the *same* g, q being the draft's law under the
+request's own processing; at temperature 0 there is no noise and they are the top tokens of q. The share would be 1 if q were
+p. A trained head's q is flatter than p: part of it says what the target may draw, which the noise decides, and part what the
+head cannot know of the target, where the noise would only lead astray (share · g ranks as g does against q sharpened to
+q^(1/share)). Under verify="rejection" |
 "block" they are drawn from q with noise of their own (purpose DRAFT), without replacement among siblings, and q is handed
 over to verification.
 """
@@ -59,12 +62,13 @@ class TipRows(RowInfo):
 class Race:
     """Turns draft logits into candidates for one step.
 
-    target_ids: target id of each draft id [Vd] i64, None = the draft has the target's vocabulary. coupled: see the module.
+    target_ids: target id of each draft id [Vd] i64, None = the draft has the target's vocabulary. coupled, share: see the module.
     """
 
     sampling: SamplingState
     coupled: bool
     target_ids: Tensor | None = None
+    share: float = 1.0
 
     def __call__(self, logits: Tensor, rows: TipRows, width: int) -> tuple[Tensor, Tensor]:
         """(target ids [R, width] i64, chances [R, width] f32) of logits [R, Vd] f32, best first, distinct within a row.
@@ -123,7 +127,7 @@ class Race:
         ids = field.indices if target_ids is None else target_ids[field.indices]
         seeds, positions, choices, noisy = self.sampling.noise(rows)
         noise = ops.gumbel_noise(seeds, positions, choices, ids, rng.TARGET)
-        winners, chances = _top(field.values + torch.where(noisy[:, None], noise, 0.0), width)
+        winners, chances = _top(field.values + torch.where(noisy[:, None], self.share * noise, 0.0), width)
         return ids.gather(1, winners), chances
 
 

@@ -41,7 +41,7 @@ def grow(runner: HeadRunner, share: Scheduled, depth: int, scores: Scores, hopel
         shape=(budget.nodes, depth, width, rows),
         end_ids=list(seq.end_ids),
         hopeless=hopeless,
-        law=None if greedy else (seq.params.temperature, rng.to_key(seq.seed), seq.choice, rng.TARGET),
+        law=None if greedy else (seq.params.temperature, runner.head.config.noise_share, rng.to_key(seq.seed), seq.choice, rng.TARGET),
         rates=scores.rates,
         depth_cells=[shift + depth_cells(d) for d in range(1, depth + 1)],
         rank_cells=rank_cells(width),

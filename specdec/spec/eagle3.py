@@ -84,7 +84,7 @@ class _Growth:
         self.device = self.head.device
         self.coupled = drafter.noise_coupled
         self.hopeless = max(HOPELESS, min(s.budget.floor for s in shares)) if drafter.looks else 0.0
-        self.race = Race(sampling, self.coupled, self.head.target_ids)
+        self.race = Race(sampling, self.coupled, self.head.target_ids, self.head.config.noise_share)
         self.live = list(range(len(shares)))
         self.width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
         self.beams = [min(beam(s.budget), self.width) if self.coupled else 1 for s in shares]

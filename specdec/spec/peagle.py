@@ -67,7 +67,7 @@ class PEagle(HeadDrafter):
 
     def _choose(self, logits: Tensor, rows: TipRows, width: int, sampling: SamplingState) -> tuple[Tensor, Tensor, Tensor | None]:
         """(ids, chances) [R, width]; and log q [R, V] where candidates are drawn, one depth at a time."""
-        race = Race(sampling, self.noise_coupled, self.head.target_ids)
+        race = Race(sampling, self.noise_coupled, self.head.target_ids, self.head.config.noise_share)
         if self.noise_coupled:
             return *race(logits, rows, width), None
         law = race.law(logits, rows)

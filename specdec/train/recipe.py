@@ -17,7 +17,7 @@ from specdec.models.head_config import HeadConfig, default_taps
 from specdec.models.head_export import export_head
 from specdec.models.head_files import read_tensors
 from specdec.models.head_fingerprint import measure as measure_fingerprint
-from specdec.models.head_load import load_head
+from specdec.models.head_load import converted, load_head
 from specdec.paths import without_path
 from specdec.train.capture import DenseTarget, FeatureStore, Online
 from specdec.train.card import model_card
@@ -222,9 +222,11 @@ class Recipe:
 
 
 @torch.no_grad()
-def copy_tensors(head: TrainableHead, directory: Path) -> list[str]:
-    """Start from an exported head, wherever name and shape agree; returns the names. ConfigError when none does."""
-    stored = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read_tensors(directory).items()}
+def copy_tensors(head: TrainableHead, directory: Path, precision: str | None = None) -> list[str]:
+    """Start from an exported head, wherever name and shape agree; returns the names. precision: storage its matrices are rounded
+    to first, None = the file's. ConfigError when no name agrees."""
+    read = {name: converted(t, precision) for name, t in read_tensors(directory).items()}
+    stored = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read.items()}
     names = [name for name, p in head.named_parameters() if name in stored and stored[name].shape == p.shape]
     if not names:
         raise ConfigError(f"{directory}: no tensor of this head has the shape of one in the new head", param="init")

@@ -17,6 +17,7 @@ from specdec.layers.linear import Linear, RawWeight, make_linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
 from specdec.models.config import RopeConfig
+from specdec.quant.fp8 import to_fp8
 from specdec.quant.ggml import GgmlBlocks
 from specdec.types import Batch
 
@@ -45,8 +46,9 @@ class Shape:
 
 def raw_weight(rows: int, cols: int, kind: str, seed: int) -> RawWeight:
     """Entries that keep the size of their input."""
-    if kind == "F32":
-        return randn(rows, cols, seed=seed, scale=cols**-0.5)
+    if kind in ("F32", "F16", "BF16", "F8"):
+        weight = randn(rows, cols, seed=seed, scale=cols**-0.5)
+        return to_fp8(weight) if kind == "F8" else weight.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32))
     g = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (rows, cols // 32, RAW_BYTES[kind]), dtype=torch.uint8, generator=g)
     size = cols**-0.5 / (64 if kind == "Q8_0" else 5)
@@ -108,6 +110,7 @@ SHAPES = {
     "Q4_1": Shape(),
     "F32, odd sizes": Shape(hidden=100, inner=77, kinds=("F32",)),
     "mixed formats, biases": Shape(kinds=("Q4_1", "Q4_0", "Q8_0"), bias=True),
+    "mixed numbers, odd sizes": Shape(hidden=100, inner=77, kinds=("F8", "F16", "BF16"), bias=True),
     "two groups": Shape(windows=(None, 24, 24), kinds=("Q8_0",)),
     "model": Shape(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.errors import ConfigError, ModelNotFound, UnsupportedCheckpoint
 from specdec.models.config import RopeConfig
 from specdec.models.draft_heads import DraftHead
+from specdec.models.head_config import NOISE_SHARE
 from specdec.models.head_dialect import MASK_TOKEN_KEYS, dialect_of
 from specdec.models.head_load import load_head
 from specdec.models.load import LoadedModel, load_model
@@ -246,5 +247,21 @@ def test_not_found(target: LoadedModel, tmp_path: Path) -> None:
         assert caught.value.param == "head"
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
         load_head(tmp_path, target)
-    with pytest.raises(ConfigError, match="draft_quantization must be None or one of"):
+    with pytest.raises(ConfigError, match="draft_quantization must be None or one of float32, bfloat16, float16, fp8, int8, int4"):
         load_head(tmp_path, target, draft_quantization="fp4")
+
+
+def test_share_of_the_noise(target: LoadedModel, tmp_path: Path) -> None:
+    """Measured for the head, or that of heads in general; it is no part of what the draft KV depends on."""
+    config, tensors = tiny_head("eagle3", target.config, noise_share=0.5)
+    path = write_head(tmp_path / "own", "speculators", config, tensors)
+    own, side = load_head(path, target), path / "specdec.json"
+    side.write_text(json.dumps({key: v for key, v in json.loads(side.read_text()).items() if key != "noise_share"}))
+    general = load_head(path, target)
+    assert (own.config.noise_share, general.config.noise_share) == (0.5, NOISE_SHARE) and own.epoch == general.epoch
+    for bad in (0, 1.5, "half", True):
+        side.write_text(json.dumps({"noise_share": bad}))
+        with pytest.raises(UnsupportedCheckpoint, match=r"noise_share must be a number in \(0, 1\]"):
+            load_head(path, target)
+    with pytest.raises(UnsupportedCheckpoint, match="noise_share"):
+        tiny_head("eagle3", target.config, noise_share=0.0)

@@ -19,7 +19,9 @@ from tests.tiny import write_tiny
 from tests.tiny_heads import build_head, tiny_head, write_head
 
 # Largest relative error of the outputs of a tiny random head, root of mean square; about twice what was measured.
-ERRORS = {"float32": 0.0, "float16": 2e-3, "bfloat16": 2e-2, "int8": 4e-2, "int4": 0.6}
+ERRORS = {"float32": 0.0, "float16": 2e-3, "bfloat16": 2e-2, "fp8": 0.2, "int8": 4e-2, "int4": 0.6}
+# Memory of a head's matrices over that of float32; tiny heads are padded to tiles, so a bit above what a large one has.
+SHARES = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "fp8": 0.27, "int8": 0.27, "int4": 0.16}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,21 @@ def test_draft_quantization(target: LoadedModel, tmp_path: Path, precision: str)
     found = error(outputs(head), outputs(load_head(path, target)))
     assert found <= ERRORS[precision] and (found > 0) == (precision != "float32")
     assert (head.epoch == load_head(path, target).epoch) == (precision == "float32")  # draft KV of one is not that of the other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "references"])
+@pytest.mark.parametrize("precision", DRAFT_QUANTIZATIONS)
+def test_memory_is_that_of_the_storage(target: LoadedModel, tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+    """Also where nothing multiplies it as it is; the same numbers come out either way."""
+    config, tensors = tiny_head("peagle", target.config, num_layers=2, own_embedding=True)
+    path = write_head(tmp_path, "speculators", config, tensors)
+    head, full = (load_head(path, target, draft_quantization=p, dtype=dtype) for p in (precision, "float32"))
+    matrices = sum(t.numel() for t in tensors.values() if t.dim() == 2)
+    assert full.nbytes == 4 * matrices and head.nbytes <= SHARES[precision] * full.nbytes * 1.01
+    compiled = load_head(path, target, draft_quantization=precision)
+    assert torch.equal(head.fc.dequantize(), compiled.fc.dequantize()) and torch.equal(
+        head.embedding.dequantize(), compiled.embedding.dequantize()
+    )
 
 
 def test_int8_stays_packed(target: LoadedModel, tmp_path: Path) -> None:

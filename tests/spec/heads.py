@@ -38,17 +38,26 @@ def random_head(method: str = "eagle3", kind: str = "t0", **flags: Any) -> str:
 
 
 @cache
-def knowing_head(method: str = "eagle3", **flags: Any) -> str:
+def knowing_head(method: str = "eagle3", *, flat: float = 1.0, noise_share: float = 1.0) -> str:
     """Directory of a head that knows the target "last", whose next token depends on the newest token alone.
 
     Its attention sees nothing but the row itself, copies the normalised token embedding, and so large that what the feature adds does
     not count; then come the target's own norm and lm_head. An EAGLE-3 head is therefore always right, at any temperature; a
-    P-EAGLE head, whose mask rows know no token, at depth 1.
+    P-EAGLE head, whose mask rows know no token, at depth 1. flat: its logits over the target's; such a head is always right
+    with a `noise_share` as small.
     """
     model = target("last")
     c = model.config
     config, tensors = tiny_head(
-        method, c, taps=(2,), windows=(1,), num_heads=4, num_kv_heads=4, draft_vocab_size=c.vocab_size, norm_output=True, **flags
+        method,
+        c,
+        taps=(2,),
+        windows=(1,),
+        num_heads=4,
+        num_kv_heads=4,
+        draft_vocab_size=c.vocab_size,
+        norm_output=True,
+        noise_share=noise_share,
     )
     for name in ("fc.weight", "layers.0.mlp.down_proj.weight", "layers.0.self_attn.v_proj.weight"):
         tensors[name].zero_()
@@ -56,8 +65,9 @@ def knowing_head(method: str = "eagle3", **flags: Any) -> str:
     tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(c.hidden_size)
     tensors["layers.0.input_layernorm.weight"].fill_(1.0)
     tensors["norm.weight"] = model.model.norm.weight.clone()
-    tensors["lm_head.weight"] = model.model.lm_head.dequantize()
-    return str(write_head(Path(checkpoint()).parent / "heads" / f"knowing-{method}", "speculators", config, tensors))
+    tensors["lm_head.weight"] = flat * model.model.lm_head.dequantize()
+    name = f"knowing-{method}-{flat}-{noise_share}"
+    return str(write_head(Path(checkpoint()).parent / "heads" / name, "speculators", config, tensors))
 
 
 def chain(method: str, depth: int = 4, *, head: str | None = None, **fields: Any) -> SpecConfig:

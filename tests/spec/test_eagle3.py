@@ -76,6 +76,20 @@ def test_a_head_that_knows_the_target_is_always_right(temperature: float, width:
         assert output.metrics.acceptance_length > 4.0
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_flat_head_is_right_with_as_small_a_share_of_the_noise(width: int) -> None:
+    """log p scaled down ranks with noise scaled down alike as log p does with all of it; with more noise it goes astray."""
+    params = SamplingParams(temperature=1.0, max_tokens=41, ignore_eos=True)
+    requests = {f"r{i}": (P[i:], replace(params, seed=i)) for i in range(3)}
+    lengths = []
+    for share in (0.5, 1.0):
+        head = knowing_head(flat=0.5, noise_share=share)
+        shape = SpecConfig(method="eagle3", head=head, nodes=1 + 4 * width, depth=4, width=width, policy="fixed")
+        found = run(engine(shape, kind="last", deterministic=True), requests)
+        lengths.append(min(output.metrics.acceptance_length for output in found.values()))
+    assert lengths[0] > 4.0 > lengths[1]
+
+
 def test_penalties_reach_the_drafts() -> None:
     """The head knows the target's law; with penalties on the ids it drafted itself it must apply them along the path."""
     params = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.3, max_tokens=41, ignore_eos=True)
