@@ -40,3 +40,6 @@ class _Silent:
     def noise(self, rows: RowInfo) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         seeds, positions, choices, noisy = self._sampling.noise(rows)
         return seeds, positions, choices, torch.zeros_like(noisy)
+
+    def only_temperature(self, request_slot: int) -> bool:
+        return False  # compiled drafts make the noise themselves
