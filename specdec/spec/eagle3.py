@@ -1,48 +1,28 @@
-"""The EAGLE-3 drafter: a dynamic tree grown depth by depth from a head that feeds its own state back.
+"""The EAGLE-3 drafter: a dynamic tree grown depth by depth (`growth`) from a head that feeds its own state back.
 
-At every depth the head runs a beam of the likeliest nodes of all sequences in one pass; each gives `width` candidates. A
-node's score is the product of calibrated chances along its path; the next beam are the best candidates of the depth, and the
-tree the best of all. A chain is a beam of 1. Under rejection verification the shape is fixed instead: a chain of first draws
-with siblings. On the CPU the draft of one sequence is one compiled call (`compiled_growth`).
-Source: reference §2 and §3, scores as in `head_drafter`.
+At every depth the head runs a beam of nodes of all sequences in one pass. On the CPU the draft of one sequence is one compiled
+call (`compiled_growth`). Source: reference §2 and §3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from specdec.budget import beam
 from specdec.spec import compiled_growth
 from specdec.spec.beam import Beam
-from specdec.spec.candidates import TINY, Race, TipRows, spine_first
-from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells, numbered
+from specdec.spec.growth import HOPELESS, Growth, beam_widths
+from specdec.spec.head_drafter import HeadDrafter, HostDraft, numbered
+from specdec.spec.head_kv import HeadRunner
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
+    from specdec.sequence import Sequence
     from specdec.spec.proposer import DrafterContext
-
-HOPELESS = 0.1  # a beam whose best node is less likely than this is not worth another pass of the head
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Candidates of one depth. live: the B sequences they belong to; the rest [B, C], C = rows of the pass × width.
-
-    parents: index into the sequence's candidates of the depth before (0 at depth 1: the root). scores: 0 = cannot be right.
-    """
-
-    live: list[int]
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-    cells: Tensor
 
 
 class Eagle3(HeadDrafter):
@@ -61,168 +41,42 @@ class Eagle3(HeadDrafter):
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         if len(shares) == 1 and self.noise_coupled and compiled_growth.fits(self.head, shares[0], sampling):
             return [self._compiled(shares[0], depths[0])], {}
-        growth = _Growth(self, shares, depths, sampling)
-        layers, roots = growth.run(), [s.seq.tokens[-1] for s in shares]
-        if self.noise_coupled:
-            return rerank(layers, roots, [s.budget.nodes for s in shares]), {}
-        drafts = assemble(layers, roots)
-        orders = [spine_first(d.parents, s.budget.nodes) for d, s in zip(drafts, shares, strict=True)]
-        return [d.select(order) for d, order in zip(drafts, orders, strict=True)], growth.laws(orders)
+        beams = beam_widths(shares, self)
+        stepper = _Recurrence(self._runner, [s.seq for s in shares], beams, depths)
+        return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=self.looks).drafts()
 
     def _compiled(self, share: Scheduled, depth: int) -> HostDraft:
         """The draft of one sequence in one compiled call."""
-        picks = compiled_growth.grow(self._runner, share, depth, self._scores, max(HOPELESS, share.budget.floor) if self.looks else 0.0)
+        picks = compiled_growth.grow(self._runner, share, depth, self.scores, max(HOPELESS, share.budget.floor) if self.looks else 0.0)
         return numbered(share.seq.tokens[-1], picks)
 
 
-class _Growth:
-    """One draft of B sequences, depth by depth."""
+class _Recurrence:
+    """Steps of a head that reads its own state: `feedback` [B * rows, Hd] of the pass before is the feature of the next."""
 
-    def __init__(self, drafter: Eagle3, shares: list[Scheduled], depths: list[int], sampling: SamplingState):
-        self.drafter, self.runner, self.head = drafter, drafter._runner, drafter.head
-        self.shares, self.depths, self.sampling = shares, depths, sampling
-        self.device = self.head.device
-        self.coupled = drafter.noise_coupled
-        self.hopeless = max(HOPELESS, min(s.budget.floor for s in shares)) if drafter.looks else 0.0
-        self.race = Race(sampling, self.coupled, self.head.target_ids, self.head.config.noise_share)
-        self.live = list(range(len(shares)))
-        self.width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
-        self.beams = [min(beam(s.budget), self.width) if self.coupled else 1 for s in shares]
-        self.slots = [s.seq.request_slot for s in shares]
-        self.by_id = any(slot in sampling.working_by_id() for slot in self.slots)
-        self._laws: list[tuple[list[int], Tensor]] = []  # per depth: log q [B, V] of the draws below the chain's tip
-        self._load()
+    def __init__(self, runner: HeadRunner, seqs: list[Sequence], beams: list[int], depths: list[int]):
+        self._runner, self._seqs, self._beams, self._depths = runner, seqs, beams, depths
+        self._live = len(seqs)
+        self._beam: Beam | None = None  # made when there is a second depth
+        self._feedback: Tensor
 
-    def _load(self) -> None:
-        """Per-sequence constants of the live sequences, on the device."""
-        slots = torch.tensor([self.slots[b] for b in self.live], dtype=torch.int64, device=self.device)
-        self.ends = self.sampling.end_ids[slots][:, None, :]
-        self.base = self.drafter._scores.base(self.sampling.noisy[slots], self.width)[:, None]  # [B, 1, width]
-        self.ranked = self._within([self.shares[b].budget.width for b in self.live], self.width)
-        self.allowed = self._within([self.beams[b] for b in self.live], max(self.beams))
+    def begin(self) -> Tensor:
+        hidden, self._feedback = self._runner.extend(self._seqs)
+        return self._runner.head.logits(hidden)
 
-    def _within(self, limits: list[int], width: int) -> Tensor | None:
-        """[B, width] bool: column below the sequence's limit; None = everywhere."""
-        if min(limits) >= width:
-            return None
-        return torch.arange(width, device=self.device) < torch.tensor(limits, device=self.device)[:, None]
+    def keep(self, index: Tensor) -> None:
+        self._feedback = self._feedback.view(self._live, -1, self._feedback.shape[1])[index].flatten(0, 1)
+        self._live = len(index)
+        self._running().keep(index)
 
-    def run(self) -> list[Layer]:
-        """The candidates of every depth."""
-        hidden, feedback = self.runner.extend([s.seq for s in self.shares])
-        batch, deepest = len(self.shares), max(self.depths)
-        scores = torch.ones((batch, 1), device=self.device)
-        parents = torch.zeros((batch, 1), dtype=torch.int64, device=self.device)
-        path = torch.zeros((batch, 1, 0), dtype=torch.int64, device=self.device)
-        running: Beam | None = None
-        layers: list[Layer] = []
-        for depth in range(1, deepest + 1):
-            layers.append(self._candidates(hidden, path, scores, parents, depth))
-            if depth == deepest:
-                break
-            scores, parents = self._next_beam(layers[-1])
-            if self.hopeless and float(scores.max()) < self.hopeless:
-                break
-            if running is None:
-                running = Beam(self.runner, [s.seq for s in self.shares], self.beams, self.depths)
-            stay = [i for i, b in enumerate(self.live) if self.depths[b] > depth]
-            tokens = layers[-1].tokens.gather(1, parents)
-            if self.by_id:
-                path = torch.cat((path.gather(1, self._rows(parents)[:, :, None].expand(-1, -1, depth - 1)), tokens[:, :, None]), dim=2)
-            if len(stay) < len(self.live):
-                index = torch.tensor(stay, device=self.device)
-                feedback = feedback.view(len(self.live), -1, feedback.shape[1])[index].flatten(0, 1)
-                scores, parents, tokens, path = scores[index], parents[index], tokens[index], path[index]
-                self.live = [self.live[i] for i in stay]
-                running.keep(index)
-                self._load()
-            hidden, feedback = running.advance(feedback, tokens, self._rows(parents))
-        return layers
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        hidden, self._feedback = self._running().advance(self._feedback, tokens, parents)
+        return self._runner.head.logits(hidden)
 
-    def _rows(self, candidates: Tensor) -> Tensor:
-        """Row of the pass that gave each candidate: `width` of them come from a row."""
-        return candidates // self.width
-
-    def _candidates(self, hidden: Tensor, path: Tensor, scores: Tensor, parents: Tensor, depth: int) -> Layer:
-        """Children of the beam: hidden [B * rows, Hd]; path [B, rows, depth - 1], scores and parents [B, rows] of its nodes."""
-        batch, rows = scores.shape
-        request_slots = [self.slots[b] for b in self.live for _ in range(rows)]
-        tips = TipRows(request_slots, path.flatten(0, 1), depth - 1, self.device)
-        ids, chances = self._choose(self.head.logits(hidden), tips)
-        chances, above = chances.view(batch, rows, -1), scores[:, :, None]
-        rates, cells = self.drafter._scores.rate(chances, self.base + depth_cells(depth))
-        possible = chances > 0 if self.ranked is None else (chances > 0) & self.ranked[:, None]
-        total = above * rates
-        if not self.coupled:  # which nodes there are must not depend on how small a score is
-            total, possible = total.clamp(min=TINY), possible & (above > 0)
-        above_ids = parents[:, :, None].expand_as(cells).flatten(1)
-        return Layer(self.live, ids.view(batch, -1), above_ids, torch.where(possible, total, 0.0).flatten(1), cells.flatten(1))
-
-    def _choose(self, logits: Tensor, tips: TipRows) -> tuple[Tensor, Tensor]:
-        if self.coupled:
-            return self.race(logits, tips, self.width)
-        log_q = self.race.law(logits, tips)
-        self._laws.append((self.live, log_q))
-        return self.race.pick(log_q, tips, self.width)
-
-    def _next_beam(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """(scores, candidates), each [B, beam], to run next: the likeliest, or in a tree of fixed shape the first draw, whatever it is."""
-        if not self.coupled:
-            return layer.scores[:, :1], torch.zeros_like(layer.parents[:, :1])
-        ended = (layer.tokens[:, :, None] == self.ends).any(dim=-1)
-        top = layer.scores.masked_fill(ended, 0.0).topk(max(self.beams), dim=1)
-        return top.values if self.allowed is None else torch.where(self.allowed, top.values, 0.0), top.indices
-
-    def laws(self, orders: list[list[int]]) -> dict[tuple[int, int], Tensor]:
-        """log q by (tree, node) of the children of each node of the chain that stayed in the tree, for requests that sample."""
-        found: dict[tuple[int, int], Tensor] = {}
-        for depth, (live, log_q) in enumerate(self._laws):
-            for i, b in enumerate(live):
-                if not self.shares[b].seq.params.greedy and depth < len(orders[b]):
-                    found[b, depth] = log_q[i]
-        return found
-
-
-def rerank(layers: list[Layer], roots: list[int], nodes: list[int]) -> list[HostDraft]:
-    """Per sequence the `nodes` likeliest nodes (root included): the best path first, then parents before children."""
-    columns: list[list[Tensor]] = [[], [], [], []]  # tokens, parents (pool index, -1 = root), scores, cells; each [B, C] per depth
-    before, start = -1, 0  # pool index of the first candidate of the depth before, and of this one
-    for layer in layers:
-        above = layer.parents + before
-        for column, values in zip(columns, (layer.tokens, above, layer.scores, layer.cells), strict=True):
-            column.append(values if len(layer.live) == len(roots) else _spread(values, layer.live, len(roots)))
-        before, start = start, start + layer.tokens.shape[1]
-    tokens, parents, scores, cells = (torch.cat(column, dim=1) for column in columns)
-    top = scores.topk(min(max(nodes) - 1, scores.shape[1]), dim=1)
-    picked = [top.indices, top.values, *(t.gather(1, top.indices) for t in (tokens, parents, cells))]
-    rows = zip(*(t.tolist() for t in picked), strict=True)
-    return [numbered(root, list(zip(*row, strict=True))[: n - 1]) for root, n, row in zip(roots, nodes, rows, strict=True)]
-
-
-def _spread(values: Tensor, live: list[int], batch: int) -> Tensor:
-    """Rows of the sequences `live` among those of all, zeros elsewhere."""
-    return values.new_zeros((batch, values.shape[1])).index_copy_(0, torch.tensor(live, device=values.device), values)
-
-
-def assemble(layers: list[Layer], roots: list[int]) -> list[HostDraft]:
-    """The candidates of all depths as one tree per sequence; what cannot be right is left out, with all below it."""
-    drafts = [HostDraft([root], [-1], [1.0], [-1]) for root in roots]
-    numbers: list[list[int]] = [[0] for _ in roots]  # per sequence, node of each candidate of the depth before; -1 = left out
-    for layer in layers:
-        columns = (layer.tokens.tolist(), layer.parents.tolist(), layer.scores.tolist(), layer.cells.tolist())
-        for b, tokens, parents, scores, cells in zip(layer.live, *columns, strict=True):
-            draft, above, here = drafts[b], numbers[b], []
-            for token, parent, score, cell in zip(tokens, parents, scores, cells, strict=True):
-                if score <= 0.0 or above[parent] < 0:
-                    here.append(-1)
-                    continue
-                here.append(len(draft.tokens))
-                draft.tokens.append(token)
-                draft.parents.append(above[parent])
-                draft.scores.append(score)
-                draft.cells.append(cell)
-            numbers[b] = here
-    return drafts
+    def _running(self) -> Beam:
+        if self._beam is None:
+            self._beam = Beam(self._runner, self._seqs, self._beams, self._depths)
+        return self._beam
 
 
 register("eagle3")(Eagle3)

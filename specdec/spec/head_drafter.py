@@ -152,7 +152,7 @@ class HeadDrafter(ABC):
         self._device = context.device
         wants = uses(self.name, self.max_len) if head.trusted else lambda seq: False
         self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=_columns(head, context))
-        self._scores = Scores(context.device)
+        self.scores = Scores(context.device)
         self._drafts: dict[Sequence, HostDraft] = {}
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class HeadDrafter(ABC):
             draft, n = self._drafts.pop(share.seq, None), drafted.num_nodes[b]
             if draft is not None and n > 1 and not decided.finish[b]:  # a cut says nothing about the head
                 taken = set(decided.path[b][: decided.num_accepted[b]])
-                self._scores.learn(draft, drafted.tokens[b][:n], drafted.parents[b][:n], taken)
+                self.scores.learn(draft, drafted.tokens[b][:n], drafted.parents[b][:n], taken)
 
     def retap(self, context: DrafterContext) -> None:
         """The target's passes return other taps from the next step on."""

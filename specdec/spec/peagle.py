@@ -45,7 +45,7 @@ class PEagle(HeadDrafter):
         width = min(max(s.budget.width for s in shares), self.head.config.draft_vocab_size)
         ids, chances, law = self._choose(self.head.logits(hidden), rows, width, sampling)
         above = torch.tensor([depth_cells(d + 1) for deepest in depths for d in range(deepest)], device=self._device)
-        rates, cells = self._scores.rate(chances, self._scores.base(sampling.noisy[rows.slots], width) + above[:, None])
+        rates, cells = self.scores.rate(chances, self.scores.base(sampling.noisy[rows.slots], width) + above[:, None])
         rates = torch.where(chances > 0, rates, 0.0)
         columns = [t.tolist() for t in (ids, rates, cells)]
         drafts, first = [], 0
