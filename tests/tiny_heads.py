@@ -62,6 +62,9 @@ def head_shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"fc_norm.{i}.weight": (c.target_hidden_size,) for i in range(len(c.taps))}
     if c.kind == "peagle":
         shapes["mask_hidden"] = (1, 1, c.tap_size)
+    if c.transition:
+        sizes = {"token_norm": (hidden,), "token_proj": (c.transition, hidden), "hidden_proj": (c.transition, hidden)}
+        shapes |= {f"transition.{n}.weight": size for n, size in {**sizes, "out_proj": (hidden, c.transition)}.items()}
     for i in range(c.num_layers):
         prefix, columns = f"layers.{i}.", hidden * (2 if i == 0 else 1)
         if i == 0:

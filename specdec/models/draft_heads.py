@@ -19,6 +19,7 @@ from specdec.models.builder import Builder
 from specdec.models.head_config import HeadConfig
 from specdec.models.head_vocabulary import target_ids
 from specdec.models.llama import LlamaModel
+from specdec.models.transition import Transition
 from specdec.models.weights import DictWeights, check_all_used
 from specdec.types import Batch
 
@@ -59,6 +60,7 @@ class DraftHead:
         self.lm_head = build.linear(["lm_head"], [vocab], hidden) if config.own_lm_head else target.lm_head
         self._head_dtype = dtype if config.own_lm_head else target.dtype
         self.plan, self.why_not = ops.prepare_draft(self)
+        self._transition = Transition(build, config, self.embedding) if config.transition else None
         self.target_ids = _vocabulary(config, weights, build.used).to(device)
         self.mask_feature: Tensor | None = None
         if config.kind == "peagle":
@@ -93,6 +95,7 @@ class DraftHead:
         linears = [self.fc, *(x for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down))]
         linears += [self.lm_head] if self.config.own_lm_head else []
         own = self.embedding.method.nbytes if self.config.own_embedding else 0
+        own += self._transition.nbytes if self._transition is not None else 0
         return own + sum(linear.method.nbytes for linear in linears)
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -119,6 +122,11 @@ class DraftHead:
         """[R, Hd] of `forward` -> [R, Vd] f32."""
         with self._numerics():
             return self.lm_head(hidden.to(self._head_dtype)).float()
+
+    def follow(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Hidden states of mask rows [R, Hd] given that the draft before is ids [R], *target* ids -> [R, Hd] for `logits`."""
+        with self._numerics():
+            return hidden if self._transition is None else self._transition(hidden, ids)
 
     def _numerics(self) -> AbstractContextManager[None]:
         """In deterministic mode, only backends with a fixed order of reduction may run."""

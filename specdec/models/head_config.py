@@ -11,6 +11,7 @@ from specdec.models.config import ModelConfig, RopeConfig
 from specdec.types import KVGroup
 
 KINDS = ("eagle3", "peagle")
+TRANSITION = "transition"  # what the names of its tensors begin with
 NOISE_SHARE = 0.75  # best for both heads of the default model at every depth and width, by up to 6 % of the tokens a step
 
 
@@ -28,6 +29,7 @@ class HeadConfig:
     norm_before_residual: the residual branch starts from the normalised feature. norm_before_fc: one norm over all taps.
     fc_norm: one norm per tap. norm_output: the state after the final norm is fed back, else the one before it.
     max_positions: length it was trained for, 0 = unknown; num_depths: drafts it was trained for, 0 = unknown.
+    transition: hidden size of the correction of P-EAGLE's drafts by the draft before them (`DraftHead.follow`), 0 = none.
     noise_share: how much of the target's noise its candidates listen to where requests sample, in (0, 1] (`spec.candidates`).
     own_embedding, own_lm_head: False = the target's. fingerprint: of the target it was trained on (`head_fingerprint`).
     """
@@ -57,6 +59,7 @@ class HeadConfig:
     windows: tuple[int | None, ...] = ()
     mask_token_id: int | None = None
     num_depths: int = 0
+    transition: int = 0
     noise_share: float = NOISE_SHARE
     own_embedding: bool = False
     own_lm_head: bool = True
@@ -87,6 +90,8 @@ class HeadConfig:
             return f"draft_vocab_size: {self.draft_vocab_size} is not between 1 and vocab_size {self.vocab_size}"
         if self.kind == "peagle" and self.mask_token_id is None:
             return "mask_token_id is missing; a P-EAGLE head needs the id of its placeholder token"
+        if self.transition < 0 or (self.transition and self.kind != "peagle"):
+            return f"transition: {self.transition}; a P-EAGLE head has one of a size ≥ 0, other heads have none"
         if not 0.0 < self.noise_share <= 1.0:
             return f"noise_share: {self.noise_share} is not in (0, 1]"
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:

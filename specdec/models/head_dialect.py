@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.errors import UnsupportedCheckpoint
 from specdec.models.config import ModelConfig
-from specdec.models.head_config import NOISE_SHARE, HeadConfig, default_taps
+from specdec.models.head_config import NOISE_SHARE, TRANSITION, HeadConfig, default_taps
 
 # In order of precedence; a dot leads into a nested object.
 MASK_TOKEN_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -52,6 +52,7 @@ def read_head_config(
         windows=sizes.windows,
         mask_token_id=mask,
         num_depths=_num_depths(config, kind, extra),
+        transition=shapes.get(f"{TRANSITION}.out_proj.weight", (0, 0))[1],
         noise_share=_noise_share(extra, origin),
         dialect=dialect,
         fingerprint=_object(extra, "fingerprint", origin) or None,

@@ -3,7 +3,8 @@
 Behind the newest token the head runs mask rows, one per further depth; row j gives a law of the token j places on that knows
 nothing of the drafts before it. The tree holds the likeliest combinations: a node's score is the product of the calibrated
 chances of its path, and best-first search takes them in falling order. A chain is width 1. Mask rows write K and V behind the
-newest token, where the next real pairs overwrite them. Source: reference §4.3 and §4.5.
+newest token, where the next real pairs overwrite them. With a transition (`specdec.models.transition`) the law of a row is
+corrected by the draft before, and the tree grows depth by depth (`growth`) from the same one pass. Source: reference §4.3 and §4.5.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 
 from specdec.spec.candidates import Race, TipRows, spine_first
+from specdec.spec.growth import Growth, beam_widths
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, Pick, depth_cells, numbered
+from specdec.spec.head_kv import HeadRunner
 from specdec.spec.proposer import register
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
+    from specdec.sequence import Sequence
 
 Choice = tuple[int, float, int]
 """A candidate of one depth: token, rate, cell."""
@@ -37,6 +41,16 @@ class PEagle(HeadDrafter):
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         trained = self.head.config.num_depths
         depths = [min(d, trained) if trained else d for d in depths]
+        if self.head.config.transition:
+            stepper = _Transitions(self._runner, [s.seq for s in shares], depths)
+            beams = beam_widths(shares, self)
+            return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=False).drafts()
+        return self._product(shares, depths, sampling)
+
+    def _product(
+        self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
+    ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
+        """Trees of laws that know nothing of each other."""
         hidden, _ = self._runner.extend([s.seq for s in shares], [d - 1 for d in depths])
         slots = [share.seq.request_slot for share, d in zip(shares, depths, strict=True) for _ in range(d)]
         depth = torch.tensor([d for deepest in depths for d in range(deepest)], dtype=torch.int64, device=self._device)
@@ -76,6 +90,28 @@ class PEagle(HeadDrafter):
             index = (rows.depth == d).nonzero()[:, 0]
             ids[index], chances[index] = race.pick(law[index], rows.select(index), width)
         return ids, chances, law
+
+
+class _Transitions:
+    """Steps through the mask rows of one pass: hidden [B, D, Hd], row d corrected by the drafts of depth d."""
+
+    def __init__(self, runner: HeadRunner, seqs: list[Sequence], depths: list[int]):
+        self._head, self._row = runner.head, 0
+        states, _ = runner.extend(seqs, [d - 1 for d in depths])
+        first = torch.tensor([0, *depths[:-1]], device=states.device).cumsum(0)[:, None]
+        row = torch.arange(max(depths), device=states.device)  # of trees that are not so deep nobody asks
+        self._hidden = states[(first + row).clamp(max=len(states) - 1)]
+
+    def begin(self) -> Tensor:
+        return self._head.logits(self._hidden[:, 0])
+
+    def keep(self, index: Tensor) -> None:
+        self._hidden = self._hidden[index]
+
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._row += 1
+        rows = self._hidden[:, self._row].repeat_interleave(tokens.shape[1], 0)
+        return self._head.logits(self._head.follow(rows, tokens.flatten()))
 
 
 def best_first(root: int, options: list[list[Choice]], nodes: int, end_ids: frozenset[int]) -> HostDraft:

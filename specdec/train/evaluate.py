@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.config import SamplingParams
 from specdec.train.data import Corpus, TokenBatch, epoch
 from specdec.train.loop import Features, score
-from specdec.train.loss import Labels, label_mask
+from specdec.train.loss import Labels, label_mask, token_before
 from specdec.train.model import TrainableHead
 from specdec.train.prompts import Prompt
 from specdec.train.rollouts import sample_depths
@@ -76,6 +76,9 @@ def accepted_runs(head: TrainableHead, features: Features, batch: TokenBatch, de
     following = batch.tokens.flatten().roll(-1)[mask]
     labels = Labels(mask.nonzero().squeeze(1), empty, following, rank)
     hidden, entries = score(head, batch, features(batch), labels, depths, kept)
+    if head.transition is not None:
+        deep = entries.depth > 0
+        hidden[deep] = head.follow(hidden[deep], token_before(entries, batch.tokens)[deep])
     best = torch.cat([head.lm_head(part.float()).argmax(-1) for part in hidden.split(8192)])
     right = torch.zeros(depths, mask.numel(), dtype=torch.bool, device=device)
     right[entries.depth, entries.place] = head.target_ids[best] == labels.best[entries.label]

@@ -18,7 +18,17 @@ from tqdm import tqdm
 from specdec.errors import ConfigError
 from specdec.train.capture import Capture
 from specdec.train.data import Corpus, TokenBatch, epoch
-from specdec.train.loss import Entries, Labels, chain_entries, hits, label_mask, make_labels, rollout_entries, soft_cross_entropy
+from specdec.train.loss import (
+    Entries,
+    Labels,
+    chain_entries,
+    hits,
+    label_mask,
+    make_labels,
+    rollout_entries,
+    soft_cross_entropy,
+    transition_loss,
+)
 from specdec.train.model import TrainableHead
 from specdec.train.progress import bar_interval
 from specdec.train.rollouts import arrange, sample_depths
@@ -152,6 +162,8 @@ class Trainer:
         hidden, entries = score(self.head, batch, captured, labels, self.config.depths, self._kept(batch))
         scale = self.config.decay ** entries.depth.float() / max(1, len(labels.where))
         loss, best = soft_cross_entropy(hidden, self.head.lm_head.weight, labels.law, entries.label, scale)
+        if self.head.transition is not None:
+            loss = loss + transition_loss(self.head, hidden, entries, labels, batch.tokens, scale, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.config.clip)

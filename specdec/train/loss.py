@@ -8,7 +8,7 @@ vocabulary, restricted to the draft vocabulary and not renormalised: a position 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from torch import Tensor
 from specdec.train.attention import Rollouts
 from specdec.train.capture import Capture
 from specdec.train.data import TokenBatch
+
+if TYPE_CHECKING:
+    from specdec.train.model import TrainableHead
+
+TRANSITION_STRIDE = 4  # a transition has few parameters; more rows teach it nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
             total += ((mass * log_z - (p * logits).sum(-1, keepdim=True)) * s).sum()
             grad = q.mul_(mass).sub_(p).mul_(s).to(hidden.dtype)
             d_hidden[part] = grad @ narrow
-            d_weight += (grad.T @ h).to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                d_weight += (grad.T @ h).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(best)
         return total, best
@@ -123,6 +129,24 @@ def soft_cross_entropy(
     """hidden [E, Hd], weight [Vd, Hd] f32, law [R, Vd], label [E] i64, scale [E] f32 -> (loss f32, argmax draft ids [E] i64)."""
     loss, best = _SoftCrossEntropy.apply(hidden, weight, law, label, scale, rows)
     return loss, best
+
+
+def token_before(entries: Entries, tokens: Tensor) -> Tensor:
+    """[E] i64: of tokens [B, L], the one before the predicted one."""
+    return tokens.flatten()[entries.place + 1 + entries.depth]
+
+
+def transition_loss(
+    head: TrainableHead, hidden: Tensor, entries: Entries, labels: Labels, tokens: Tensor, scale: Tensor, step: int
+) -> Tensor:
+    """Loss of mask rows whose states are corrected by the text's token before, on one row in TRANSITION_STRIDE.
+
+    hidden [E, Hd] and scale [E] as for the loss of all entries. Only the correction learns: the head stays a head without.
+    """
+    some = (entries.depth > 0).nonzero().squeeze(1)[step % TRANSITION_STRIDE :: TRANSITION_STRIDE]
+    corrected = head.follow(hidden[some].detach(), token_before(entries, tokens)[some])
+    weight, scale = head.lm_head.weight.detach(), TRANSITION_STRIDE * scale[some]
+    return soft_cross_entropy(corrected, weight, labels.law, entries.label[some], scale)[0]
 
 
 def hits(entries: Entries, right: Tensor, places: int, depths: int) -> Tensor:

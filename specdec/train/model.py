@@ -100,6 +100,23 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Transition(nn.Module):
+    """Correction of a hidden state by the draft before, see `specdec.models.transition`. Nothing at first."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        hidden, size = config.hidden_size, config.transition
+        self.token_norm = Norm(hidden, config.eps)
+        self.token_proj = Linear(hidden, size, bias=False)
+        self.hidden_proj = Linear(hidden, size, bias=False)
+        self.out_proj = Linear(size, hidden, bias=False)
+        nn.init.zeros_(self.out_proj.weight)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """hidden [E, Hd], embedded [E, Hd] tokens -> [E, Hd]."""
+        return hidden + self.out_proj(F.silu(self.token_proj(self.token_norm(embedded)) + self.hidden_proj(hidden)))
+
+
 class TrainableHead(nn.Module):
     """The head's parameters, float32, and its two ways of training; both compute in the dtype of the taps they are given.
 
@@ -127,6 +144,7 @@ class TrainableHead(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.kind == "peagle":
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, taps))
+        self.transition = Transition(config) if config.transition else None
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.register_buffer("frequencies", inverse_frequencies(config.rope, config.head_dim), persistent=False)
@@ -146,6 +164,13 @@ class TrainableHead(nn.Module):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         features: Tensor = self.fc(taps)
         return features
+
+    def follow(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """hidden [E, Hd] of mask rows, target ids [E] of the drafts before -> [E, Hd] for lm_head; without a transition as they are."""
+        if self.transition is None:
+            return hidden
+        corrected: Tensor = self.transition(hidden, F.embedding(ids, self.embedding).to(hidden.dtype))
+        return corrected
 
     def decode(self, ids: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The layers on pairs (feature, token). ids [B, R] target ids, features [B, R, Hd], positions [R] or [B, R].

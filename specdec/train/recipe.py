@@ -41,7 +41,8 @@ class HeadOptions:
 
     taps: None = 2, L/2, L - 3. window: of the draft's attention, None = full. max_len: sequences are cut after so many tokens;
     unended: and answers that never ended (a weak target's loops) after so many of their own, 0 = kept. mask_token_id:
-    P-EAGLE's placeholder, None = a special token that the corpus never uses. validation: share of the prompts held out.
+    P-EAGLE's placeholder, None = a special token that the corpus never uses. transition: size of its correction by the draft before
+    (`models.transition`), 0 = none. validation: share of the prompts held out.
     storage: number format of the exported matrices. init: directory of an exported head to start from; its draft vocabulary
     is kept, and so is every tensor that has the same shape in the new head.
     """
@@ -55,6 +56,7 @@ class HeadOptions:
     max_len: int = 1024
     unended: int = 0
     mask_token_id: int | None = None
+    transition: int = 0
     validation: float = 0.02
     storage: str = "bfloat16"
     init: str | None = None
@@ -105,6 +107,7 @@ def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, 
         windows=(options.window,) * options.num_layers,
         mask_token_id=mask if options.kind == "peagle" else None,
         num_depths=depths,
+        transition=options.transition if options.kind == "peagle" else 0,
     )
 
 

@@ -79,6 +79,9 @@ def tree(method: str, nodes: int = 12, depth: int = 3, width: int = 3, *, head: 
 
 
 SHAPES = {f"{method} {name}": shape(method) for method in ("eagle3", "peagle") for name, shape in (("chain", chain), ("TREE", tree))}
+SHAPES |= {
+    f"following {name}": shape("peagle", head=random_head("peagle", transition=24)) for name, shape in (("chain", chain), ("TREE", tree))
+}
 
 
 @dataclass
@@ -93,26 +96,31 @@ class Plain:
         self.head = load_head(self.head_path, target(self.kind))
 
     @torch.inference_mode()
-    def logits(self, tokens: Seq[int], path: Seq[int] = (), *, masks: int = 0) -> Tensor:
-        """[Vd] of the token after `tokens` and the draft tokens `path`; with masks, [masks + 1, Vd] of it and those behind it."""
-        head, model = self.head, target(self.kind).model
-        count = len(tokens)
+    def logits(self, tokens: Seq[int], path: Seq[int] = ()) -> Tensor:
+        """[Vd] of the token after `tokens` and the draft tokens `path`."""
+        features, store = self._start(tokens, len(path))
+        hidden, feedback = self.head.forward(self._batch(store, list(tokens[1:]), 1), features, store)
+        for i, token in enumerate(path):
+            hidden, feedback = self.head.forward(self._batch(store, [token], len(tokens) + i), feedback[-1:], store)
+        return self.head.logits(hidden[-1:])[0]
+
+    @torch.inference_mode()
+    def _states(self, tokens: Seq[int], depth: int) -> Tensor:
+        """[depth, Hd] of a P-EAGLE head: behind the newest token, and of the mask rows."""
+        head, masks = self.head, depth - 1
+        features, store = self._start(tokens, masks)
+        assert head.mask_feature is not None and head.config.mask_token_id is not None
+        features = torch.cat([features, head.mask_feature.expand(masks, -1)])
+        ids = [*tokens[1:], *[head.config.mask_token_id] * masks]
+        return head.forward(self._batch(store, ids, 1), features, store)[0][-depth:]
+
+    def _start(self, tokens: Seq[int], room: int) -> tuple[Tensor, PlainKV]:
+        """Features of all tokens but the newest, and empty draft KV for them and `room` more."""
+        head, model, count = self.head, target(self.kind).model, len(tokens)
         plain = PlainKV(model.config, count)
         _, taps = model.forward(plain.batch(tokens), plain, taps=head.config.taps)
         assert taps is not None
-        store = PlainKV(head.config, count + len(path) + masks)  # type: ignore[arg-type]  # has what PlainKV reads
-        features = head.fuse(taps[: count - 1])
-        ids = list(tokens[1:])
-        if masks:
-            assert head.mask_feature is not None and head.config.mask_token_id is not None
-            features = torch.cat([features, head.mask_feature.expand(masks, -1)])
-            ids += [head.config.mask_token_id] * masks
-        hidden, feedback = head.forward(self._batch(store, ids, 1), features, store)
-        if masks:
-            return head.logits(hidden[-1 - masks :])
-        for i, token in enumerate(path):
-            hidden, feedback = head.forward(self._batch(store, [token], count + i), feedback[-1:], store)
-        return head.logits(hidden[-1:])[0]
+        return head.fuse(taps[: count - 1]), PlainKV(head.config, count + room)  # type: ignore[arg-type]  # has what PlainKV reads
 
     @staticmethod
     def _batch(store: PlainKV, ids: list[int], start: int) -> Any:
@@ -127,7 +135,13 @@ class Plain:
 
     def marginals(self, tokens: Seq[int], depth: int) -> Tensor:
         """[depth, Vd] of a P-EAGLE head."""
-        return self.logits(tokens, masks=depth - 1).view(depth, -1)
+        return self.head.logits(self._states(tokens, depth))
+
+    @torch.inference_mode()
+    def follower(self, tokens: Seq[int], depth: int, before: int) -> Tensor:
+        """[Vd] of a P-EAGLE head with a transition: the draft of `depth` (≥ 2), given the one before it."""
+        hidden = self._states(tokens, depth)[-1:]
+        return self.head.logits(self.head.follow(hidden, torch.tensor([before])))[0]
 
     def best(self, logits: Tensor, width: int) -> set[int]:
         """Target ids of the likeliest tokens."""

@@ -42,6 +42,26 @@ def test_drafts_are_those_of_a_plain_computation(flags: str, width: int) -> None
             assert depth == list(range(len(drafted)))
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_with_a_transition_children_follow_from_the_draft_before(width: int) -> None:
+    """The children of every node are the best after it, whatever came before that; those of the root are the marginal's."""
+    head = random_head("peagle", transition=24)
+    shape = tree("peagle", nodes=1 + 5 * width, depth=5, width=width, head=head)
+    found = run(engine(shape, deterministic=True, max_num_batched_tokens=17), {"r": (R[:20], GREEDY)}, trace=True)["r"]
+    plain, tokens = Plain(head), [*R[:20], *found.outputs[0].token_ids]
+    steps, differing = drafts(found), 0
+    assert len(steps) > 20
+    for held, drafted, parents in steps[::4]:
+        depth = [0] * len(drafted)
+        for i in range(1, len(drafted)):
+            depth[i] = depth[parents[i]] + 1
+            marginal = plain.marginals(tokens[:held], depth[i])[-1]
+            law = marginal if depth[i] == 1 else plain.follower(tokens[:held], depth[i], drafted[parents[i]])
+            assert drafted[i] in plain.best(law, width)
+            differing += drafted[i] not in plain.best(marginal, width)
+    assert differing > 10  # a transition that changed nothing would pass as well
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_first_depth_of_a_head_that_knows_the_target_is_right(temperature: float) -> None:
     """Its mask rows know no token, so one draft is accepted per step, and now and then one more by luck."""

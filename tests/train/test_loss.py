@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec.train.attention import Rollouts
 from specdec.train.capture import Capture
 from specdec.train.data import Answer, TokenBatch, make_corpus, pad
-from specdec.train.loss import Entries, Labels, chain_entries, hits, label_mask, make_labels, rollout_entries, soft_cross_entropy
+from specdec.train.loss import (
+    TRANSITION_STRIDE,
+    Entries,
+    Labels,
+    chain_entries,
+    hits,
+    label_mask,
+    make_labels,
+    rollout_entries,
+    soft_cross_entropy,
+    token_before,
+    transition_loss,
+)
 from specdec.train.rollouts import arrange, sample_depths
 
 SHAPES = ((9, 4), (6, 1), (7, 6))  # (length, prompt length)
@@ -124,6 +137,42 @@ def test_loss_and_gradients_are_those_of_the_formula() -> None:
     for a, b in zip(found, torch.autograd.grad(2 * naive, [hidden, weight]), strict=True):
         torch.testing.assert_close(a, b)
     assert torch.equal(best, (hidden @ weight.T).argmax(-1))
+
+
+def test_a_transition_learns_from_the_token_before_and_teaches_nothing_else() -> None:
+    """The token before the predicted one, for mask rows only; the head's own weights and states get no gradient."""
+    made, depths = batch(), 4
+    labels, mask = empty_labels(made), label_mask(made)
+    kept = sample_depths(mask, depths, 1.0, 1.0, torch.Generator())
+    place, counts = arrange(kept, depths)
+    rollouts = Rollouts((None,), LENGTH, place, counts)
+    entries = rollout_entries(labels, rollouts, kept, LENGTH)
+    before = token_before(entries, made.tokens)
+    assert torch.equal(before + 1, labels.best[entries.label])  # the batch counts upwards
+    seen: list[Tensor] = []
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = torch.nn.Linear(4, 3, bias=False)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def follow(self, hidden: Tensor, ids: Tensor) -> Tensor:
+            seen.append(ids)
+            return hidden * self.scale
+
+    head, generator = Head(), torch.Generator().manual_seed(0)
+    law = torch.rand(len(labels.where), 3, generator=generator).softmax(-1)
+    labels = Labels(labels.where, law, labels.best, labels.rank)
+    hidden = torch.randn(len(entries.row), 4, generator=generator, requires_grad=True)
+    scale = torch.ones(len(entries.row))
+    total = sum(transition_loss(head, hidden, entries, labels, made.tokens, scale, step) for step in range(TRANSITION_STRIDE))
+    total.backward()
+    assert hidden.grad is None and head.lm_head.weight.grad is None and head.scale.grad is not None
+    assert sorted(torch.cat(seen).tolist()) == sorted(before[entries.depth > 0].tolist())
+    deep = entries.depth > 0
+    whole, _ = soft_cross_entropy(hidden[deep], head.lm_head.weight, law, entries.label[deep], scale[deep])
+    torch.testing.assert_close(total / TRANSITION_STRIDE, whole)
 
 
 def test_counts_of_chains() -> None:

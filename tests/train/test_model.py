@@ -104,6 +104,18 @@ def test_a_parallel_draft_from_every_kind_of_place(target: LoadedModel, variant:
         torch.testing.assert_close(logits[rows], found[anchor:], rtol=1e-4, atol=1e-4)
 
 
+def test_the_transition_trained_is_the_one_served(target: LoadedModel) -> None:
+    trained, served = pair(target, "peagle", transition=24, **EAGLE31)
+    hidden = torch.randn(5, served.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor(IDS[:5])
+    with torch.no_grad():
+        wanted = trained.follow(hidden, ids)
+        found = served.follow(hidden, ids)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert float((wanted - hidden).abs().min(1).values.max()) > 0
+    assert trained.state_dict().keys() >= {f"transition.{n}.weight" for n in ("token_norm", "token_proj", "hidden_proj", "out_proj")}
+
+
 def test_rows_of_a_batch_do_not_meet(target: LoadedModel) -> None:
     trained, served = pair(target, "eagle3", **EAGLE31)
     other = list(reversed(IDS))

@@ -38,8 +38,9 @@ def loaded(work: Path) -> LoadedModel:
     return load_model(work / "model")
 
 
-def recipe(loaded: LoadedModel, work: Path, out: Path, kind: str = "eagle3", **training: Any) -> Recipe:
-    made = Recipe(loaded, [work / "cycle"], out, replace(OPTIONS, kind=kind), replace(CONFIG, **training))
+def recipe(loaded: LoadedModel, work: Path, out: Path, kind: str = "eagle3", *, transition: int = 0, **training: Any) -> Recipe:
+    options = replace(OPTIONS, kind=kind, transition=transition)
+    made = Recipe(loaded, [work / "cycle"], out, options, replace(CONFIG, **training))
     made.target.capture = _lawful(made)  # type: ignore[method-assign]
     return made
 
@@ -63,9 +64,9 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_a_head_learns_and_its_export_is_the_same_head(loaded: LoadedModel, work: Path, tmp_path: Path, kind: str) -> None:
-    made = recipe(loaded, work, tmp_path, kind)
+@pytest.mark.parametrize(("kind", "transition"), [("eagle3", 0), ("peagle", 0), ("peagle", 16)])
+def test_a_head_learns_and_its_export_is_the_same_head(loaded: LoadedModel, work: Path, tmp_path: Path, kind: str, transition: int) -> None:
+    made = recipe(loaded, work, tmp_path, kind, transition=transition)
     report = made.run(progress=False)
     assert report is not None
     lines = metrics(tmp_path)
