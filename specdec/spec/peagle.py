@@ -93,24 +93,24 @@ class PEagle(HeadDrafter):
 
 
 class _Transitions:
-    """Steps through the mask rows of one pass: hidden [B, D, Hd], row d corrected by the drafts of depth d."""
+    """Steps through the mask rows of one pass: hidden [D, B, Hd], those of row d corrected by the drafts of depth d."""
 
     def __init__(self, runner: HeadRunner, seqs: list[Sequence], depths: list[int]):
         self._head, self._row = runner.head, 0
         states, _ = runner.extend(seqs, [d - 1 for d in depths])
-        first = torch.tensor([0, *depths[:-1]], device=states.device).cumsum(0)[:, None]
-        row = torch.arange(max(depths), device=states.device)  # of trees that are not so deep nobody asks
+        first = torch.tensor([0, *depths[:-1]], device=states.device).cumsum(0)
+        row = torch.arange(max(depths), device=states.device)[:, None]  # of trees that are not so deep nobody asks
         self._hidden = states[(first + row).clamp(max=len(states) - 1)]
 
     def begin(self) -> Tensor:
-        return self._head.logits(self._hidden[:, 0])
+        return self._head.logits(self._hidden[0])
 
     def keep(self, index: Tensor) -> None:
-        self._hidden = self._hidden[index]
+        self._hidden = self._hidden[:, index]
 
     def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._row += 1
-        rows = self._hidden[:, self._row].repeat_interleave(tokens.shape[1], 0)
+        rows = self._hidden[self._row].repeat_interleave(tokens.shape[1], 0)
         return self._head.logits(self._head.follow(rows, tokens.flatten()))
 
 
