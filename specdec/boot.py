@@ -73,6 +73,7 @@ def load_target(config: EngineConfig) -> LoadedModel:
         device=resolve_device(config.device),
         dtype=config.dtype,
         quantization=config.quantization,
+        act_dtype=config.act_dtype,
         deterministic=config.deterministic,
         load_format=config.load_format,
         seed=config.seed,

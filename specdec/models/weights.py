@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ class Weights(Protocol):
         ...
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        """The tensor, on the CPU; UnsupportedCheckpoint naming the tensor when it is absent or has another shape."""
+        """The tensor, on whatever device; UnsupportedCheckpoint naming the tensor when it is absent or has another shape."""
         ...
 
 
@@ -83,16 +82,20 @@ class SafetensorsWeights:
     def names(self) -> Iterable[str]:
         return self._where.keys()
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, from the file's header; None where there is none of this name."""
+        return tuple(self._where[name].get_slice(name).get_shape()) if name in self._where else None
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor the source holds, whatever its shape and dtype."""
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        if name not in self._where:
+        found = self.shape_of(name)
+        if found is None:
             raise missing(self.origin, name, shape)
-        found = self._where[name].get_slice(name).get_shape()
-        if tuple(found) != shape:
+        if found != shape:
             raise wrong_shape(self.origin, name, found, shape)
         tensor = self.tensor(name)
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -133,27 +136,3 @@ def _open(file: Path) -> Any:
         raise UnsupportedCheckpoint(f"{file}: this shard of the checkpoint is missing") from None
     except (SafetensorError, OSError) as err:
         raise UnsupportedCheckpoint(f"{file}: not a readable safetensors file (corrupt or truncated): {err}") from err
-
-
-class DummyWeights:
-    """Seeded random weights for any shape asked for (`load_format="dummy"`): speed and memory tests without a checkpoint.
-
-    Standard deviation 0.02·√(768 / in), so activations stay finite at any width; norms are 1, biases 0.
-    """
-
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32):
-        self.origin = f"dummy weights (seed {seed})"
-        self._seed = seed
-        self._dtype = dtype
-
-    def names(self) -> Iterable[str]:
-        return ()
-
-    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype)
-        if len(shape) == 1:
-            return torch.zeros(shape, dtype=self._dtype)
-        key = int.from_bytes(hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(key)
-        return torch.randn(shape, generator=generator).mul_(0.02 * (768 / shape[1]) ** 0.5).to(self._dtype)

@@ -104,7 +104,6 @@ def test_to_hf_round_trips(options: dict) -> None:
         ({"eos_token_id": 512}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"torch_dtype": "int8"}, "torch_dtype"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ({"layer_types": ["full_attention"], "sliding_window": 8}, "layer_types"),
     ],

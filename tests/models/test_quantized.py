@@ -1,0 +1,60 @@
+"""Quantised checkpoints of every format compute what their values as plain numbers compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec import ops
+from specdec.models.load import load_model
+from tests.models.tiny_quantized import FORMATS, SNIFFED, write_quantized
+from tests.oracle import assert_parity, run_logits
+
+IDS = [(7 * i * i + 13 * i + 5) % 400 for i in range(40)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_values(tmp_path: Path, name: str) -> None:
+    """With the compiled kernels, whose tiles hold some formats as they are."""
+    dense = write_quantized(tmp_path / "q", FORMATS[name])
+    assert_parity(run_logits(load_model(tmp_path / "q").model, IDS), run_logits(load_model(dense).model, IDS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_ops_of_the_storages_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As on a GPU: weights stay as they are, and every product goes through `fp8_linear` or `int4_linear`."""
+    dense = write_quantized(tmp_path / "q", FORMATS[name])
+    expected = run_logits(load_model(dense).model, IDS)
+    monkeypatch.setattr(ops, "_WHY_NOT", "not built")
+    model = load_model(tmp_path / "q").model
+    for layer in model.layers:
+        for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down):
+            assert linear.method.name.startswith(FORMATS[name].method) or linear.method.name.startswith("fp8 per tensor")
+    assert_parity(run_logits(model, IDS), expected)
+
+
+@pytest.mark.parametrize("name", SNIFFED)
+def test_tensors_tell_the_format_where_the_config_does_not(tmp_path: Path, name: str) -> None:
+    dense = write_quantized(tmp_path / "q", FORMATS[name], declare=False)
+    loaded = load_model(tmp_path / "q")
+    assert loaded.quantization is not None
+    assert_parity(run_logits(loaded.model, IDS), run_logits(load_model(dense).model, IDS))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 static", "awq", "ct int4"])
+def test_half_precision_activations(tmp_path: Path, name: str) -> None:
+    dense = write_quantized(tmp_path / "q", FORMATS[name])
+    expected = run_logits(load_model(dense).model, IDS)
+    for dtype, worst in (("float16", 0.02), ("bfloat16", 0.12)):
+        found = run_logits(load_model(tmp_path / "q", dtype=dtype).model, IDS)
+        assert float((found - expected).norm() / expected.norm()) < worst
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "ct fp8 dynamic", "awq", "ct int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_bits_do_not_depend_on_chunks(tmp_path: Path, name: str, dtype: str) -> None:
+    write_quantized(tmp_path / "q", FORMATS[name])
+    model = load_model(tmp_path / "q", deterministic=True, dtype=dtype).model
+    assert torch.equal(run_logits(model, IDS), run_logits(model, IDS, chunks=[1, 1, 1, 20, 3]))
