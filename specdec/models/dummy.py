@@ -16,14 +16,15 @@ from specdec.quant.scheme import Fp8Scheme, Int4Scheme, Quantization
 from specdec.tokenizer import Tokenizer
 
 _PEAK = 4.5  # largest of some thousand normal numbers, in standard deviations
-_CODE_STD = 4.61  # of 4-bit codes that are all as likely
+_CODE_STD = 4.18  # of 4-bit codes from 1 to 15, 8 twice as likely as any other
+_LOWEST_BITS = 0x11111111  # of the nibbles of a word
 
 
 class DummyWeights:
     """Seeded random weights for any shape asked for, in the storage of `quantization`, made on `device` one tensor at a time.
 
-    Standard deviation 0.02·√(768 / in), so activations stay finite at any width; norms are 1, biases 0. FP8 numbers fill their range
-    and 4-bit codes are all as likely, as in real checkpoints: matrix units run faster on zeros. Bits differ between devices.
+    Standard deviation 0.02·√(768 / in), so activations stay finite at any width; norms are 1, biases 0. FP8 numbers and 4-bit
+    codes fill their range, as in real checkpoints: matrix units run faster on zeros. Bits differ between devices.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class DummyWeights:
     def _int4(self, scheme: Int4Scheme, rows: int, cols: int, std: float, generator: torch.Generator) -> Int4Weight:
         group = cols if scheme.group == -1 else scheme.group
         words = torch.randint(-(2**31), 2**31, (rows, cols // PER_WORD), generator=generator, device=self._device).int()
+        empty = ~(words | words >> 1 | words >> 2 | words >> 3) & _LOWEST_BITS
+        words |= empty << 3  # 0 becomes 8: the codes' mean is their zero point, as that of trained weights
         zero = torch.full((rows, cols // group), SYMMETRIC, dtype=torch.uint8, device=self._device)
         if not scheme.symmetric:
-            lower = torch.randint(0, 2, zero.shape, generator=generator, device=self._device)
-            zero -= lower.to(torch.uint8)  # the mean of the codes is 7.5
+            zero += torch.randint(-1, 2, zero.shape, generator=generator, device=self._device).to(torch.uint8)
         return Int4Weight(words, torch.full(zero.shape, std / _CODE_STD, dtype=torch.float16, device=self._device), zero, group)
 
 

@@ -161,9 +161,7 @@ class QuantizedWeights:
         if not present or (plain and (scheme is None or place.module == "lm_head")):
             return self._rows(name, place, shape)
         if scheme is None:
-            raise UnsupportedCheckpoint(
-                f"its tensors ({', '.join(present)}) are quantised and its config says they are not; mend the config"
-            )
+            raise UnsupportedCheckpoint(f"it holds {', '.join(present)}, but its config says that it is not quantised; mend the config")
         if plain:
             raise UnsupportedCheckpoint(f"its weight is plain, but its config says {describe(scheme)}; list it among the modules left out")
         tensors = {part: self._take(f"{place.module}.{part}") for part in present}
@@ -200,9 +198,7 @@ class QuantizedWeights:
 
     def _part(self, whole: Fp8Weight | Int4Weight, place: _Place) -> Fp8Weight | Int4Weight:
         if isinstance(whole, Fp8Weight) and whole.blocked and place.start % BLOCK:
-            raise UnsupportedCheckpoint(
-                f"row {place.start}, where a part begins, lies inside a block of {BLOCK}; use an unfused checkpoint"
-            )
+            raise UnsupportedCheckpoint(f"a part begins at row {place.start}, inside a block of {BLOCK}; use an unfused checkpoint")
         return whole.rows(place.start, place.stop)
 
     def _is_empty_bias(self, name: str) -> bool:
