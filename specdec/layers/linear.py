@@ -15,14 +15,15 @@ from specdec.errors import UnsupportedCheckpoint
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
-from specdec.quant.fp8 import Fp8Linear, stack_fp8
+from specdec.quant.fp8 import Fp8Linear, by_columns, stack_fp8
 from specdec.quant.ggml import GgmlBlocks
-from specdec.quant.int4 import Int4Linear, as_q4_0, stack_int4
+from specdec.quant.int4 import Int4Linear, as_q4_0, is_symmetric, offsets, stack_int4
 from specdec.quant.method import LinearMethod
 from specdec.quant.none import Dense
 from specdec.quant.packed import Packed
 from specdec.quant.stacked import Stacked
 from specdec.quant.tiled import Tiled
+from specdec.quant.tiled_parts import TiledColumns, TiledOffsets
 
 RawWeight = Tensor | GgmlBlocks | Fp8Weight | Int4Weight
 
@@ -69,7 +70,8 @@ def make_linear(
 ) -> Linear:
     """A linear layer from shards stacked along rows (q|k|v, gate|up).
 
-    On the CPU in float32, with the compiled extension, weights stay in their storage, in tiles, where tiles hold it exactly.
+    On the CPU in float32, with the compiled extension, weights stay in their storage, in tiles; what tiles cannot hold exactly becomes
+    float32 there (4 bits in groups that 32 does not divide, or with scales that float16 rounds).
     Elsewhere FP8 and 4-bit weights stay as they are, with an op for each; others become dense in `dtype`, or with `keep` stay in a
     storage smaller than that. act_fp8: FP8 weights are multiplied by FP8 activations. Raises UnsupportedCheckpoint when shards
     disagree on the number of columns.
@@ -81,7 +83,8 @@ def make_linear(
     bias = None if bias is None else bias.to(device=device, dtype=dtype)
     if needs_ops(shards, device, dtype, act_fp8):
         return Linear(_stack(shards, device, dtype, rowwise=deterministic, keep=keep, act_fp8=act_fp8), bias)
-    return Linear(make_method(shards, device, dtype, rowwise=deterministic, keep=keep), bias)
+    in_parts = tile_parts(shards) if use_tiles(device, dtype) else None
+    return Linear(in_parts or make_method(shards, device, dtype, rowwise=deterministic, keep=keep), bias)
 
 
 def needs_ops(shards: Sequence[RawWeight], device: torch.device, dtype: torch.dtype, act_fp8: bool) -> bool:
@@ -136,10 +139,22 @@ def tile_shards(shards: Sequence[RawWeight]) -> list[TiledWeight]:
     return [_tile(list(group)) for _, group in groupby(held, key=_format)]
 
 
+def tile_parts(shards: Sequence[RawWeight]) -> TiledColumns | TiledOffsets | None:
+    """Several tiled products, where the storage of all shards needs them; else None."""
+    if all(isinstance(shard, Fp8Weight) and shard.blocked for shard in shards):
+        columns = zip(*(by_columns(shard) for shard in shards if isinstance(shard, Fp8Weight)), strict=True)
+        return TiledColumns([_tile(list(column)) for column in columns])
+    packed = [shard for shard in shards if isinstance(shard, Int4Weight)]
+    if len(packed) < len(shards) or len({shard.group for shard in packed}) > 1 or all(map(is_symmetric, packed)):
+        return None
+    blocks = [block for shard in packed if (block := as_q4_0(shard)) is not None]
+    return TiledOffsets(_tile(blocks), pack_dense(torch.cat([offsets(s) for s in packed]))) if len(blocks) == len(packed) else None
+
+
 def _tileable(raw: RawWeight) -> Tensor | GgmlBlocks | Fp8Weight:
     """The same numbers in a storage that tiles hold: itself if there is one, else float32."""
     if isinstance(raw, Int4Weight):
-        return as_q4_0(raw) or raw.dequantize()
+        return (as_q4_0(raw) if is_symmetric(raw) else None) or raw.dequantize()
     return raw.dequantize() if isinstance(raw, Fp8Weight) and raw.blocked else raw
 
 
@@ -154,7 +169,7 @@ def _bytes(raw: Tensor | GgmlBlocks | Fp8Weight) -> Tensor:
     return raw if isinstance(raw, Tensor) else raw.data
 
 
-def _tile(group: list[Tensor | GgmlBlocks | Fp8Weight]) -> TiledWeight:
+def _tile(group: Sequence[Tensor | GgmlBlocks | Fp8Weight]) -> TiledWeight:
     """Shards of one format."""
     data = [_bytes(raw) for raw in group]
     rows, kind, columns = data[0] if len(data) == 1 else torch.cat(data), _format(group[0]), group[0].shape[1]

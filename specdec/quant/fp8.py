@@ -44,6 +44,12 @@ class Fp8Linear:
         return self.weight.dequantize()
 
 
+def by_columns(weight: Fp8Weight) -> list[Fp8Weight]:
+    """A weight with a scale per block, cut into its columns of blocks, each with a scale per row."""
+    scales = weight.scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+    return [Fp8Weight(data, scales[:, i].contiguous()) for i, data in enumerate(weight.data.split(BLOCK, dim=1))]
+
+
 def stack_fp8(shards: list[Fp8Weight]) -> list[Fp8Weight]:
     """Shards stacked along rows, in as few weights as hold them exactly: scales per tensor that differ become scales per channel;
     blocks go together where every shard but the last ends with a whole one."""

@@ -10,6 +10,8 @@ from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import BLOCK
 from specdec.quant.ggml import GgmlBlocks
 
+MIDDLE = 8  # the zero point of Q4_0
+
 
 class Int4Linear:
     """A 4-bit weight; activations stay as they come (W4A16). `fixed_order` as in `Dense`."""
@@ -45,14 +47,22 @@ def stack_int4(shards: list[Int4Weight]) -> list[Int4Weight]:
     return stacked
 
 
+def is_symmetric(weight: Int4Weight) -> bool:
+    """Whether every zero point is the middle one."""
+    return bool((weight.zero == MIDDLE).all())
+
+
+def offsets(weight: Int4Weight) -> Tensor:
+    """(8 - zero) · scale, f32 [N, groups]: what a weight is more than `as_q4_0` of it."""
+    return (MIDDLE - weight.zero.float()) * weight.scale.float()
+
+
 def as_q4_0(weight: Int4Weight) -> GgmlBlocks | None:
-    """The same weight in Q4_0 blocks (fp16 scale · (code - 8), 32 columns), or None where they cannot hold it exactly:
-    another zero point, groups that 32 does not divide, scales that float16 rounds."""
+    """(code - 8) · scale in Q4_0 blocks (32 columns, fp16 scale), or None where they cannot hold it exactly: groups that 32 does not
+    divide, scales that float16 rounds."""
     rows, cols = weight.shape
-    if weight.group % BLOCK or not bool((weight.zero == 8).all()):
-        return None
     scale = weight.scale.half()
-    if not torch.equal(scale.float(), weight.scale.float()):
+    if weight.group % BLOCK or not torch.equal(scale.float(), weight.scale.float()):
         return None
     grouped = weight.codes().view(rows, cols // BLOCK, BLOCK)
     quants = grouped[..., :16] | (grouped[..., 16:] << 4)

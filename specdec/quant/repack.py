@@ -29,6 +29,8 @@ def fp8_weight(tensors: Tensors, scheme: Fp8Scheme, shape: tuple[int, int]) -> F
     _expect("weight", data, shape, torch.float8_e4m3fn)
     if bool((data.view(torch.uint8) & E4M3_NAN == E4M3_NAN).any()):
         raise UnsupportedCheckpoint("weight holds NaN; the checkpoint is damaged, quantise it again")
+    if "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].float().any()):
+        raise UnsupportedCheckpoint("weight_zero_point is not zero, which floats cannot have; the checkpoint is damaged, quantise it again")
     return Fp8Weight(data, fp8_scale(scale, scheme.layout, shape))
 
 
@@ -86,14 +88,14 @@ def _gptq(tensors: Tensors, scheme: Int4Scheme, rows: int, cols: int, group: int
 
 def _compressed(tensors: Tensors, scheme: Int4Scheme, rows: int, cols: int, group: int) -> Parts:
     """weight_packed int32 [N, K/8], which is our order; weight_scale [N, K/g]; weight_zero_point int32 [ceil(N/8), K/g] packed along
-    N, or int8 [N, K/g] from older writers. Codes and packed zero points are stored plus 8."""
+    N, or int8 [N, K/g] from older writers, or none. Codes and packed zero points are stored plus 8."""
     words, scale = tensors["weight_packed"], tensors["weight_scale"]
     _expect("weight_packed", words, (rows, cols // PER_WORD), torch.int32)
     _expect("weight_scale", scale, (rows, cols // group))
     if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [rows, cols]:
         raise UnsupportedCheckpoint(f"weight_shape says {tensors['weight_shape'].tolist()}, the model needs {[rows, cols]}")
     _check_order(tensors.get("weight_g_idx"), "weight_g_idx", cols, group)
-    if scheme.symmetric:
+    if "weight_zero_point" not in tensors:
         return words, scale, torch.full(scale.shape, SYMMETRIC, dtype=torch.uint8, device=words.device)
     zero = tensors["weight_zero_point"]
     if zero.dtype is torch.int8:

@@ -136,9 +136,43 @@ def test_q4_0_only_where_it_is_exact() -> None:
     blocks = as_q4_0(good)
     assert blocks is not None and torch.equal(blocks.dequantize(), good.dequantize())
     assert as_q4_0(random_int4(20, 128, 64, symmetric=True, dtype=torch.float32)) is None, "float16 would round the scales"
-    assert as_q4_0(random_int4(20, 128, 64, symmetric=False, dtype=torch.float16)) is None, "other zero points"
     assert as_q4_0(random_int4(20, 96, 48, symmetric=True, dtype=torch.float16)) is None, "blocks of 32 would span groups"
     assert make_linear([good], **CPU).method.name == "tiled Q4_0"
+
+
+SMALL = {  # storage on the CPU -> (shards, method, bytes a weight, without padding)
+    "blocks": ([random_fp8(160, 300, "block", seed=i) for i in range(2)], "tiled F8 by 128 columns", 1.04),
+    "zero points": (
+        [random_int4(160, 256, 64, symmetric=i > 0, dtype=torch.float16, seed=i) for i in range(2)],
+        "tiled Q4_0 with offsets",
+        0.63,
+    ),
+    "zero points, one group": ([random_int4(160, 256, 256, symmetric=False, dtype=torch.float16)], "tiled Q4_0 with offsets", 0.58),
+    "float32 scales": ([random_int4(160, 256, 64, symmetric=False)], "tiled F32", 4.0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_storages_in_several_tiled_products(name: str) -> None:
+    shards, method, size = SMALL[name]
+    layer, values = make_linear(shards, **CPU), torch.cat([shard.dequantize() for shard in shards])
+    assert layer.method.name == method and layer.method.nbytes <= size * values.numel()
+    torch.testing.assert_close(layer.dequantize(), values, rtol=1e-6, atol=1e-9)
+    x = torch.randn(9, values.shape[1]) * torch.logspace(-3, 3, 9)[:, None]
+    expected = x.double() @ values.double().T
+    error = (layer(x).double() - expected).abs().amax(1) / expected.abs().amax(1)
+    assert float(error.max()) < 3e-6
+    for rows in (1, 2, 8):
+        assert torch.equal(layer(x)[:rows], layer(x[:rows]))
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(layer(x), layer(x.clone()))
+            found = layer(x)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(found, layer(x))
 
 
 def test_activation_precision_does_not_depend_on_the_rows() -> None:

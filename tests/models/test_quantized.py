@@ -9,6 +9,8 @@ import torch
 
 from specdec import ops
 from specdec.models.load import load_model
+from specdec.quant.repack import int4_weight
+from specdec.quant.scheme import Int4Scheme
 from tests.models.tiny_quantized import FORMATS, SNIFFED, write_quantized
 from tests.oracle import assert_parity, run_logits
 
@@ -33,6 +35,14 @@ def test_the_ops_of_the_storages_give_the_same(tmp_path: Path, monkeypatch: pyte
         for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down):
             assert linear.method.name.startswith(FORMATS[name].method) or linear.method.name.startswith("fp8 per tensor")
     assert_parity(run_logits(model, IDS), expected)
+
+
+def test_awq_order() -> None:
+    """The published vector: columns 0 to 7 that hold 0 to 7 make the word 0x75316420."""
+    word = torch.full((8, 1), 0x75316420, dtype=torch.int32)
+    tensors = {"qweight": word, "qzeros": word[:1], "scales": torch.full((1, 8), 0.5)}
+    weight = int4_weight(tensors, Int4Scheme("awq", 8), (8, 8))
+    assert weight.codes()[:, 3].tolist() == weight.zero[:, 0].tolist() == list(range(8)) and not weight.dequantize().any()
 
 
 @pytest.mark.parametrize("name", SNIFFED)

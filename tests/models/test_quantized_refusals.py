@@ -132,6 +132,11 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], None], str]] = [
     ("ct fp8 dynamic", put(f"{UP}.weight_scale", spoilt(torch.nan)), f"{UP}: weight_scale has entries that are not finite and positive"),
     ("ct fp8 static", put(f"{UP}.weight_scale", spoilt(-torch.inf)), "not finite and positive"),
     ("awq", put(f"{UP}.scales", spoilt(0.0)), f"{UP}: scale has entries that are not finite and positive"),
+    (
+        "ct fp8 static",
+        lambda t: t.update({f"{UP}.weight_zero_point": torch.ones(1, dtype=torch.int8)}),
+        f"{UP}: weight_zero_point is not zero",
+    ),
     ("fp8 static", put(f"{UP}.weight", with_nan), f"{UP}: weight holds NaN"),
     ("fp8 static", put(f"{UP}.weight", lambda w: w[:-1]), r"up_proj\.weight has shape \[319, 192\], config\.json asks for \[320, 192\]"),
     ("fp8 static", put(f"{UP}.weight", lambda w: w.float().to(torch.float8_e5m2)), "weight has dtype torch.float8_e5m2"),
@@ -189,6 +194,16 @@ def test_a_plain_weight_where_the_config_promises_another(tmp_path: Path) -> Non
     edit_config(tmp_path, quantization_config=CHANNEL)
     with pytest.raises(UnsupportedCheckpoint, match=r"q_proj: its weight is plain, but its config says e4m3 per channel; list it"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ct fp8 static", torch.zeros(1, dtype=torch.int8)), ("ct int4", None)])
+def test_zero_points_that_say_nothing_are_no_harm(tmp_path: Path, name: str, value: Tensor | None) -> None:
+    """Older writers of compressed-tensors keep them where the scheme is symmetric."""
+    write_quantized(tmp_path / "q", FORMATS[name])
+    expected = run_logits(load_model(tmp_path / "q").model, [3, 5, 8, 13])
+    zero = value if value is not None else torch.zeros(320, 3, dtype=torch.int8)
+    edit_tensors(tmp_path / "q", lambda t: t.update({f"{UP}.weight_zero_point": zero}))
+    assert torch.equal(run_logits(load_model(tmp_path / "q").model, [3, 5, 8, 13]), expected)
 
 
 def test_left_out_modules_and_scales_of_the_kv_cache(tmp_path: Path) -> None:
