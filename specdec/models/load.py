@@ -133,6 +133,8 @@ def load_model(
     model = LlamaModel(config, weights, device=device, dtype=target_dtype, deterministic=deterministic, act_fp8=act_fp8)
     bare = dummy and not any((checkpoint.files / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = IdTokenizer(vocab_size=config.vocab_size, eos_ids=config.eos_ids) if bare else checkpoint.tokenizer()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # whoever sizes the KV cache next asks the card, and what repacking left behind is free
     return LoadedModel(os.fspath(source), model, config, tokenizer, fingerprint, storage)
 
 

@@ -1,4 +1,4 @@
-"""Quantised safetensors checkpoints: which of their tensors make up a matrix, in which storage, and what is left unread."""
+"""Quantised safetensors checkpoints: which of their tensors make up a matrix, and in which storage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ from specdec.quant.declared import read_quantization
 from specdec.quant.repack import FP8_SCALES, fp8_weight, int4_weight
 from specdec.quant.scheme import Fp8Scheme, Int4Scheme, Quantization, Scheme, describe, everywhere
 
-UNREAD: Mapping[str, str] = {
-    **dict.fromkeys(("input_scale", "output_scale"), "activations are not quantised, or each row by its own largest magnitude"),
-    **dict.fromkeys(("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"), "the KV cache keeps values as they are, unscaled"),
-}
-"""Last names of tensors that a checkpoint may hold and the model does not need, and why."""
-
 _PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales"),
@@ -38,9 +32,15 @@ _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def declared(config: Mapping[str, Any], directory: Path) -> Quantization | None:
-    """What config.json says, else the separate files of older writers (reference §8.1). Raises UnsupportedCheckpoint."""
-    if config.get("quantization_config"):
-        return read_quantization(config["quantization_config"])
+    """What config.json says, else the separate files of older writers. Raises UnsupportedCheckpoint.
+
+    None = nothing, or what the tensors say by themselves: the MXFP4 experts of GPT-OSS.
+    """
+    stated = config.get("quantization_config")
+    if isinstance(stated, Mapping) and (stated.get("quant_method"), config.get("model_type")) == ("mxfp4", "gpt_oss"):
+        return None
+    if stated:
+        return read_quantization(stated)
     if config.get("compression_config"):
         return read_quantization({"quant_method": "compressed-tensors", **config["compression_config"]})
     for name, method in (("hf_quant_config.json", "modelopt"), ("quant_config.json", "awq")):
@@ -116,11 +116,8 @@ class QuantizedWeights:
         }
 
     def names(self) -> Iterable[str]:
-        """Every tensor that is plain or that nobody has asked for yet, less those of `UNREAD` and biases of zeros that some writers
-        add to every layer."""
-        for name in self._held - self._taken:
-            if name.rpartition(".")[2] not in UNREAD and not self._is_empty_bias(name):
-                yield name
+        """Every tensor that is plain or that nobody has asked for yet, less the biases of zeros that some writers add to every layer."""
+        return [name for name in self._held - self._taken if not self._is_empty_bias(name)]
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
         module, _, last = name.rpartition(".")

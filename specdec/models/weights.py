@@ -14,6 +14,11 @@ from specdec.models.jsonfile import read_json
 
 # Old checkpoints carry RoPE tables as buffers; they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+UNREAD: Mapping[str, str] = {
+    **dict.fromkeys(("input_scale", "output_scale"), "activations are not quantised, or each row by its own largest magnitude"),
+    **dict.fromkeys(("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"), "they scale FP8 attention and an FP8 KV cache"),
+}
+"""Last names of tensors beside quantised ones that a model may leave alone, and why nothing of it is lost."""
 
 
 class Weights(Protocol):
@@ -40,7 +45,7 @@ def wrong_shape(origin: str, name: str, found: Iterable[int], shape: tuple[int, 
 
 def check_all_used(weights: Weights, used: set[str], *, tied: bool) -> None:
     """Refuse a checkpoint with tensors the model did not take: running without them would be another model."""
-    extra = {n for n in weights.names() if n not in used and not n.endswith(_IGNORED_SUFFIXES)}
+    extra = {n for n in weights.names() if n not in used and not n.endswith(_IGNORED_SUFFIXES) and n.rpartition(".")[2] not in UNREAD}
     if tied:
         extra.discard("lm_head.weight")  # a copy of the embedding in some exports
     if extra:

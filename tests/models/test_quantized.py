@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec import ops
-from specdec.models.load import load_model
+from specdec.errors import UnsupportedCheckpoint
+from specdec.models.export import export
+from specdec.models.load import find_checkpoint, load_model
+from specdec.models.quantized import declared
 from specdec.quant.repack import int4_weight
 from specdec.quant.scheme import Int4Scheme
 from tests.models.tiny_quantized import FORMATS, SNIFFED, write_quantized
@@ -43,6 +47,25 @@ def test_awq_order() -> None:
     tensors = {"qweight": word, "qzeros": word[:1], "scales": torch.full((1, 8), 0.5)}
     weight = int4_weight(tensors, Int4Scheme("awq", 8), (8, 8))
     assert weight.codes()[:, 3].tolist() == weight.zero[:, 0].tolist() == list(range(8)) and not weight.dequantize().any()
+
+
+def test_mxfp4_experts_speak_for_themselves(tmp_path: Path) -> None:
+    """GPT-OSS's config names a method whose tensors are read as they are; in any other model it is refused."""
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    assert declared(config, tmp_path) is None
+    with pytest.raises(UnsupportedCheckpoint, match="'mxfp4'"):
+        declared(config | {"model_type": "llama"}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ct fp8 dynamic", "fp8 blocks", "awq"])
+def test_export_writes_the_values(tmp_path: Path, name: str) -> None:
+    dense = write_quantized(tmp_path / "q", FORMATS[name])
+    out = export(find_checkpoint(tmp_path / "q"), tmp_path / "out")
+    written, values = (load_file(path / "model.safetensors") for path in (out, dense))
+    assert written.keys() == values.keys()
+    for key, value in values.items():
+        torch.testing.assert_close(written[key], value, rtol=1e-6, atol=0.0)
+    assert load_model(out).quantization is None
 
 
 @pytest.mark.parametrize("name", SNIFFED)
