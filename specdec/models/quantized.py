@@ -28,7 +28,6 @@ _PARTS = {
 }
 _OPTIONAL = ("g_idx", "weight_g_idx", "weight_shape", "weight_zero_point")
 _ALL_PARTS = ("weight", *FP8_SCALES, "qweight", "qzeros", "scales", "weight_packed", *_OPTIONAL)
-_DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def declared(config: Mapping[str, Any], directory: Path) -> Quantization | None:
@@ -154,7 +153,7 @@ class QuantizedWeights:
     def _matrix(self, name: str, place: _Place, shape: tuple[int, int]) -> RawWeight:
         scheme = self.quantization.scheme_of(place.module)
         present = [part for part in _ALL_PARTS if f"{place.module}.{part}" in self._held]
-        plain = present == ["weight"] and self._source.tensor(f"{place.module}.weight").dtype in _DENSE
+        plain = present == ["weight"] and self._source.is_plain(f"{place.module}.weight")
         if not present or (plain and (scheme is None or place.module == "lm_head")):
             return self._rows(name, place, shape)
         if scheme is None:

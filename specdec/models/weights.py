@@ -91,6 +91,10 @@ class SafetensorsWeights:
         """The shape of a tensor, from the file's header; None where there is none of this name."""
         return tuple(self._where[name].get_slice(name).get_shape()) if name in self._where else None
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor the source holds is of plain numbers, from the file's header."""
+        return self._where[name].get_slice(name).get_dtype() in ("F32", "F16", "BF16")
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor the source holds, whatever its shape and dtype."""
         tensor: torch.Tensor = self._where[name].get_tensor(name)
