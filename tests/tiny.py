@@ -61,7 +61,7 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     h, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     hd = config.get("head_dim") or h // config["num_attention_heads"]
     nq, nkv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
-    qwen2 = config["model_type"] == "qwen2"
+    qwen2, qwen3 = config["model_type"] == "qwen2", config["model_type"] == "qwen3"
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, h)}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -70,6 +70,8 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.{name}.weight"] = shape
             if (config.get("attention_bias") or qwen2) and not (qwen2 and name == "o_proj"):
                 shapes[f"{prefix}self_attn.{name}.bias"] = shape[:1]
+        if qwen3:
+            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (hd,) for name in "qk"}
         for name, shape in {"gate_proj": (inner, h), "up_proj": (inner, h), "down_proj": (h, inner)}.items():
             shapes[f"{prefix}mlp.{name}.weight"] = shape
             if config.get("mlp_bias"):

@@ -1,4 +1,4 @@
-"""The Llama decoder: also Mistral and Qwen2, which differ in biases and windows only."""
+"""The Llama decoder: also Mistral, Qwen2 and Qwen3, which differ in biases, windows and norms of query and key heads only."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ from specdec.types import Batch
 
 
 class LlamaModel:
-    """Weights and forward pass. All tensors on `device`; activations in `dtype`; logits always float32."""
+    """Weights and forward pass. All tensors on `device`; activations in `dtype`; logits always float32. act_fp8: see `make_linear`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, device: torch.device, dtype: torch.dtype, deterministic: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+        act_fp8: bool = False,
+    ):
         self.config = config
         self.device = device
         self.dtype = dtype
         self.deterministic = deterministic
         rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
-        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
+        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, act_fp8=act_fp8)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
         layers = [build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)]

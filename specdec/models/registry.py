@@ -39,21 +39,29 @@ class Family:
     """One architecture built on the Llama block.
 
     qkv_bias: True when q, k and v always carry biases (and o never), None when `attention_bias` of the config decides.
+    mlp_bias: whether `mlp_bias` of the config means anything. qk_norm: queries and keys are normalised head by head.
+    head_dim: when the config does not say; None = hidden size over heads.
     tied_by_default: `tie_word_embeddings` when the config does not say.
+    window: what `sliding_window` means: "always" what it says, "switched" with `use_sliding_window` only, None nothing by itself.
     """
 
     architecture: str
     model_type: str
     qkv_bias: bool | None = None
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
     tied_by_default: bool = False
+    window: str | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
-        Family("LlamaForCausalLM", "llama"),
-        Family("MistralForCausalLM", "mistral", qkv_bias=False),
-        Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
+        Family("LlamaForCausalLM", "llama", mlp_bias=True),
+        Family("MistralForCausalLM", "mistral", qkv_bias=False, window="always"),
+        Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window="switched"),
+        Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128, window="switched"),
     )
 }
 
