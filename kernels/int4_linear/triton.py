@@ -36,6 +36,8 @@ def pair_asm(kind: str) -> str:
 
 _BF16 = tl.constexpr(pair_asm("bf16"))
 _F16 = tl.constexpr(pair_asm("f16"))
+_EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+_EIGHT_F16 = tl.constexpr((tl.float16,) * 8)
 _OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
 
 
@@ -110,9 +112,10 @@ def _unpack(words, minus, dtype: tl.constexpr, PAIRS: tl.constexpr):
     """words int32 [F,16], minus float32 [F] -> the eight operands [F,16] in `dtype`; sums of integers below 2⁸, exact in all of them."""
     if PAIRS:
         spread = tl.broadcast_to(minus.to(dtype)[:, None], words.shape)
-        kinds: tl.constexpr = (dtype, dtype, dtype, dtype, dtype, dtype, dtype, dtype)
-        asm: tl.constexpr = _BF16 if dtype == tl.bfloat16 else _F16
-        return tl.inline_asm_elementwise(asm, _OPERANDS, [words, spread], dtype=kinds, is_pure=True, pack=2)
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(_BF16, _OPERANDS, [words, spread], dtype=_EIGHT_BF16, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(_F16, _OPERANDS, [words, spread], dtype=_EIGHT_F16, is_pure=True, pack=2)
     else:
         own = minus[:, None]
         return (
