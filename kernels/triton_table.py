@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
+from specdec.kernels.fp8_linear import triton as fp8
+from specdec.kernels.int4_linear import triton as int4
+from specdec.kernels.linear import triton as linear
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
+from specdec.kernels.quantize_fp8 import triton as quantize
 from specdec.kernels.registry import Backend
 from specdec.kernels.rms_norm import triton as norm
 from specdec.kernels.rope import triton as rope
@@ -15,16 +20,24 @@ from specdec.kernels.tree_attention import triton as attention
 from specdec.kernels.triton_common import INTERPRETED
 
 
-def _backend(fn: Callable[..., Any], rejects: Callable[..., str | None], fixed_order: bool = True) -> Backend:
-    return (
-        Backend("triton", fn, ("cuda", "cpu"), _not_by_itself, fixed_order)
-        if INTERPRETED
-        else Backend("triton", fn, ("cuda",), rejects, fixed_order)
-    )
+NOT_BY_ITSELF = "interpreted, hence slow: for tests, which name it"
 
 
-def _not_by_itself(*_: Any, **__: Any) -> str:
-    return "interpreted, hence slow: for tests, which name it"
+def _backend(
+    fn: Callable[..., Any],
+    rejects: Callable[..., str | None],
+    fixed_order: bool = True,
+    name: str = "triton",
+    cannot: Callable[..., str | None] | None = None,
+) -> Backend:
+    """cannot: what the matrix of tests asks of the interpreted kernel, where it has cases that the kernel does not take."""
+    if not INTERPRETED:
+        return Backend(name, fn, ("cuda",), rejects, fixed_order)
+
+    def interpreted(*args: Any, **kwargs: Any) -> str:
+        return (None if cannot is None else cannot(*args, **kwargs)) or NOT_BY_ITSELF
+
+    return Backend(name, fn, ("cuda", "cpu"), interpreted, fixed_order)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -37,4 +50,13 @@ BACKENDS: dict[str, Backend] = {
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),
+    "quantize_fp8": _backend(quantize.quantize_fp8, quantize.rejects),
+    "dense_linear": _backend(linear.dense_linear, linear.rejects, fixed_order=False),
+    "dense_linear_fixed": _backend(linear.dense_linear_fixed, linear.rejects_fixed, name="triton_fixed"),
+    "fp8_linear": _backend(fp8.fp8_linear, fp8.rejects, fixed_order=False),
+    "fp8_linear_fixed": _backend(fp8.fp8_linear_fixed, fp8.rejects_fixed, name="triton_fixed"),
+    "fp8_fp8_linear": _backend(fp8_fp8.fp8_fp8_linear, fp8_fp8.rejects, fixed_order=False),
+    "fp8_fp8_linear_fixed": _backend(fp8_fp8.fp8_fp8_linear_fixed, fp8_fp8.rejects_fixed, name="triton_fixed"),
+    "int4_linear": _backend(int4.int4_linear, int4.rejects, fixed_order=False, cannot=int4.rejects),
+    "int4_linear_fixed": _backend(int4.int4_linear_fixed, int4.rejects, name="triton_fixed", cannot=int4.rejects),
 }

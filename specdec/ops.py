@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
+from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import reference as fp8_reference
+from specdec.kernels.fp8_linear import widened as fp8_widened
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear import reference as int4_reference
+from specdec.kernels.int4_linear.planes import Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
@@ -34,6 +38,7 @@ from specdec.kernels.registry import Backend, Op, Registry
 from specdec.kernels.rms_norm import reference as norm_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
+from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
 from specdec.kernels.tree_walk import reference as walk_reference
@@ -146,23 +151,50 @@ _DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stac
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
-_DENSE_LINEAR = TABLE.op("dense_linear")
-_DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
-_DENSE_LINEAR.add(Backend("rowwise", linear_reference.rowwise_linear))
 
-_FP8_LINEAR = TABLE.op("fp8_linear")
-_FP8_LINEAR.add(Backend("reference", fp8_reference.fp8_linear))
+def _register_product(name: str, reference: Callable[..., Any], *others: Backend) -> Op:
+    """Op `name`, no compiled CPU backend: Triton tiled for M, `others`, Triton with one tiling for every M, the reference."""
+    op = TABLE.op(name)
+    for key, backend in ((name, "triton"), (f"{name}_fixed", "triton_fixed")):
+        op.add(_TRITON.get(key, Backend(backend, reference, ("cuda",), missing=_WHY_NO_TRITON)))
+        for other in others if key == name else ():
+            op.add(other)
+    op.add(Backend("rowwise" if name == "dense_linear" else "reference", reference))
+    return op
+
+
+_LIBRARY = Backend("library", linear_reference.dense_linear, fixed_order=False)
+_WIDENED = Backend("widened", fp8_widened.fp8_linear, ("cuda",), fp8_widened.rejects, fixed_order=False)
+_SCALED_MM = Backend("scaled_mm", fp8_fp8_library.fp8_fp8_linear, ("cuda",), fp8_fp8_library.rejects, fixed_order=False)
+_DENSE_LINEAR = _register_product("dense_linear", linear_reference.rowwise_linear, _LIBRARY)
+_FP8_LINEAR = _register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED)
+_FP8_FP8_LINEAR = _register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM)
+_INT4_LINEAR = _register_product("int4_linear", int4_reference.int4_linear)
 _QUANTIZE_FP8 = TABLE.op("quantize_fp8")
+_QUANTIZE_FP8.add(_TRITON.get("quantize_fp8", Backend("triton", quantize_reference.quantize_fp8, ("cuda",), missing=_WHY_NO_TRITON)))
 _QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
-_FP8_FP8_LINEAR = TABLE.op("fp8_fp8_linear")
-_FP8_FP8_LINEAR.add(Backend("reference", fp8_fp8_reference.fp8_fp8_linear))
-_INT4_LINEAR = TABLE.op("int4_linear")
-_INT4_LINEAR.add(Backend("reference", int4_reference.int4_linear))
 
 
 def explain(device: str = "cpu") -> dict[str, str]:
-    """Backend used per op on `device`, with the reason where a better one is not usable."""
-    return TABLE.explain(device)
+    """Backend used per op on `device`, with the reason where a better one is not usable, and what the table of tilings knows of it."""
+    table = TABLE.explain(device)
+    if not device.startswith("cuda"):
+        return table
+    return {op: "; ".join(filter(None, (text, MEASURED.explain(op)))) for op, text in table.items()}
+
+
+def load_tilings(folder: Path, card: str) -> bool:
+    """Puts the measured tilings of `card` in force for this process: from `folder` (`python -m bench.tune` writes), else the package's.
+
+    False where neither has a good table; the rules for what nobody measured hold then. Before a capture, not during one.
+    """
+    for place in (folder, Path(__file__).parent / "tilings"):
+        try:
+            MEASURED.load(place / file_name(card))
+            return True
+        except (OSError, ValueError):
+            continue
+    return False
 
 
 def override(op: str, backend: str) -> AbstractContextManager[None]:
@@ -278,20 +310,28 @@ def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
     return _FP8_LINEAR(x, weight)
 
 
-def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M,K] f32, f16 or bf16 -> (float8_e4m3fn [M,K], scale f32 [M]), each row by its own largest magnitude; zero rows get scale 0."""
-    quantized: tuple[Tensor, Tensor] = _QUANTIZE_FP8(x)
+def quantize_fp8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """x [M,K] f32, f16 or bf16 -> (float8_e4m3fn [M,K], scale f32 [M]), each row by its own largest magnitude; zero rows get scale 0.
+
+    With `group`, which divides K, each `group` columns of a row by theirs: scale [M, K/group].
+    """
+    quantized: tuple[Tensor, Tensor] = _QUANTIZE_FP8(x) if group is None else _QUANTIZE_FP8(x, group)
     return quantized
 
 
 def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """q [M,K] e4m3 with a scale a row [M] f32, e4m3 weight N × K -> [M,N] of `dtype`, float32 sums."""
+    """q [M,K] e4m3, scale f32 a row [M] or a row and 128 columns [M,K/128], e4m3 weight N × K -> [M,N] of `dtype`, float32 sums."""
     return _FP8_FP8_LINEAR(q, scale, weight, dtype)
 
 
-def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
+def int4_linear(x: Tensor, weight: Int4Weight | Int4Planes) -> Tensor:
     """x [M,K] f32, f16 or bf16, 4-bit weight N × K -> [M,N] of x's dtype, float32 sums."""
     return _INT4_LINEAR(x, weight)
+
+
+def prepare_int4(weight: Int4Weight) -> Int4Weight | Int4Planes:
+    """The weight as the kernels of its device read it fastest. Once, at load; what comes back replaces what went in."""
+    return pack_planes(weight) if weight.data.is_cuda and rejects_group(weight.group, weight.shape[1]) is None else weight
 
 
 def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:

@@ -17,7 +17,7 @@ class Int4Linear:
     """A 4-bit weight; activations stay as they come (W4A16). `fixed_order` as in `Dense`."""
 
     def __init__(self, weight: Int4Weight, *, fixed_order: bool = False):
-        self.weight, self.fixed_order = weight, fixed_order
+        self.weight, self.fixed_order = ops.prepare_int4(weight), fixed_order
         self.out_features, self.in_features = weight.shape
         self.name = f"int4 group {weight.group}, W4A16"
 

@@ -21,8 +21,8 @@ from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.triton_table import BACKENDS
 
 
-def compiling(capability: int, shared: dict[str, int]) -> None:
-    """From here on a launch compiles for `capability` and notes the kernel's shared memory in `shared`."""
+def compiling(capability: int, shared: dict[str, int], kernels: list[Any] | None = None) -> None:
+    """From here on a launch compiles for `capability`, notes the kernel's shared memory in `shared` and puts it into `kernels`."""
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -32,6 +32,8 @@ def compiling(capability: int, shared: dict[str, int]) -> None:
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
         shared[f"{len(shared)} {self.__name__}"] = kernel.metadata.shared
+        if kernels is not None:
+            kernels.append(kernel)
         return kernel
 
     JITFunction.run = compile_only
@@ -65,6 +67,8 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gumbel_argmax", (torch.zeros(5, 49152), *keys, slots > 2, 0)
     yield "gumbel_noise", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
+    yield "quantize_fp8", (x,)
+    yield "quantize_fp8", (torch.zeros(5, 28672, dtype=torch.bfloat16),)
 
 
 if __name__ == "__main__":

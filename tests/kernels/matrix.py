@@ -99,5 +99,9 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
     return tuple(a[:count].contiguous() if i in case.row_args else a for i, a in enumerate(case.args))
 
 
-def cases(op: str) -> list[Case]:
-    return list(ALL_CASES[op]())
+def cases(op: str, backend: Backend | None = None) -> list[Case]:
+    """The op's cases, with a backend those that it takes: an interpreted one rejects everything, for its slowness or for cause."""
+    found = list(ALL_CASES[op]())
+    if backend is None or not backend.name.startswith("triton") or backend.rejects is None:
+        return found
+    return [case for case in found if "for tests, which name it" in (backend.rejects(*case.args, **case.kwargs) or "")]
