@@ -103,7 +103,7 @@ def test_conversion_to_fp8_at_load(tmp_path: Path, act_dtype: str) -> None:
     plain, fp8 = load_model(tmp_path), load_model(tmp_path, quantization="fp8", act_dtype=act_dtype)
     expected, found = run_logits(plain.model, R), run_logits(fp8.model, R)
     assert 1e-3 < float((found - expected).norm() / expected.norm()) < 0.25
-    assert plain.quantization is None and fp8.quantization is not None and ("float8" in fp8.quantization) == (act_dtype == "fp8")
+    assert plain.quantization is None and fp8.quantization is not None and ("FP8 activations" in fp8.quantization) == (act_dtype == "fp8")
     assert plain.fingerprint != fp8.fingerprint
     assert torch.equal(fp8.model.embedding.dequantize(), plain.model.embedding.dequantize())
     ratio = fp8.model.layers[0].down.method.nbytes / plain.model.layers[0].down.method.nbytes
