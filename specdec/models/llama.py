@@ -40,8 +40,12 @@ class LlamaModel:
         self.deterministic = deterministic
         rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
         build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, act_fp8=act_fp8)
-        embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
+        self.embedding = make_embedding(
+            build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size),  # no name keeps the file's copy alive
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         layers = [build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)]
         self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
         linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]

@@ -127,8 +127,8 @@ def load_model(
     own = stored.quantization if isinstance(stored, DummyWeights | QuantizedWeights) else None
     weights, storage = _converted(stored, own, quantization, device)
     act_fp8 = _act_fp8(act_dtype, own, quantization)
-    if storage is not None:
-        storage += f", activations {'float8_e4m3fn' if act_fp8 else str(target_dtype).removeprefix('torch.')}"
+    if storage is not None and act_fp8:
+        storage += ", FP8 activations"
     fingerprint = fingerprint_of(config, stored, storage)
     model = LlamaModel(config, weights, device=device, dtype=target_dtype, deterministic=deterministic, act_fp8=act_fp8)
     bare = dummy and not any((checkpoint.files / name).is_file() for name in _TOKENIZER_FILES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from specdec.boot import build_engine
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import InvalidRequest
+from specdec.layers.linear import RawWeight
+from specdec.models.config import ModelConfig
+from specdec.models.convert import Fp8OnLoad
+from specdec.models.dummy import DummyWeights
+from specdec.models.llama import LlamaModel
 from specdec.models.load import load_model
 from tests.harness import GREEDY, SHAPES, Log, P, R, assert_same, run
 from tests.models.tiny_quantized import AWQ, BLOCKS, DYNAMIC, FORMATS, SIZES, compressed, floats, ints, write_quantized
@@ -97,7 +103,7 @@ def test_conversion_to_fp8_at_load(tmp_path: Path, act_dtype: str) -> None:
     plain, fp8 = load_model(tmp_path), load_model(tmp_path, quantization="fp8", act_dtype=act_dtype)
     expected, found = run_logits(plain.model, R), run_logits(fp8.model, R)
     assert 1e-3 < float((found - expected).norm() / expected.norm()) < 0.25
-    assert plain.quantization is None and fp8.quantization is not None and ("float8" in fp8.quantization) == (act_dtype == "fp8")
+    assert plain.quantization is None and fp8.quantization is not None and ("FP8 activations" in fp8.quantization) == (act_dtype == "fp8")
     assert plain.fingerprint != fp8.fingerprint
     assert torch.equal(fp8.model.embedding.dequantize(), plain.model.embedding.dequantize())
     ratio = fp8.model.layers[0].down.method.nbytes / plain.model.layers[0].down.method.nbytes
@@ -131,3 +137,30 @@ def test_naming_the_format_that_is_there_is_no_error(tmp_path: Path) -> None:
     expected = run_logits(load_model(tmp_path / "q").model, P)
     for name in ("compressed-tensors", "fp8"):
         assert torch.equal(run_logits(load_model(tmp_path / "q", quantization=name).model, P), expected)
+
+
+class Watched(DummyWeights):
+    """Remembers how many bytes of float32 matrices that it handed out were alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
+        raw = super().get(name, shape)
+        if isinstance(raw, torch.Tensor) and raw.dim() == 2:
+            self.alive.append(weakref.ref(raw))
+        self.peak = max(self.peak, sum(t.nbytes for ref in self.alive if (t := ref()) is not None))
+        return raw
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+def test_one_linear_layer_at_a_time_is_in_float32(fp8: bool) -> None:
+    """A model of which only the small storage fits can be loaded."""
+    config = ModelConfig.from_hf(tiny_config(**SIZES, num_hidden_layers=6))
+    watched, cpu = Watched(), torch.device("cpu")
+    model = LlamaModel(config, Fp8OnLoad(watched, cpu) if fp8 else watched, device=cpu, dtype=torch.bfloat16)
+    assert model.layers[0].gate_up.method.name.startswith("fp8" if fp8 else "dense bfloat16")
+    rows = max(config.vocab_size, 2 * config.intermediate_size)
+    assert watched.peak <= 4 * rows * config.hidden_size, "the embedding's or the widest layer's"
