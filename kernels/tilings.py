@@ -61,7 +61,11 @@ CANDIDATES: dict[str, tuple[Tiling, ...]] = {
     "fp8_linear inner": (*_tall(*_FP8), Tiling(128, 64, 128, 1, 8, 4)),
     "fp8_fp8_linear": (*_tall(*_FP8, (128, 128, 4, 4), (256, 128, 8, 3)), Tiling(128, 128, 128, 1, 8, 3)),
     "fp8_fp8_linear inner": (*_tall(*_FP8), Tiling(64, 128, 128, 1, 8, 4)),
-    "int4_linear": (*_tall((64, 128, 4, 5), (128, 128, 8, 5), (256, 128, 8, 4)), Tiling(128, 128, 128, 1, 8, 3)),
+    "int4_linear": (
+        *_tall((64, 128, 4, 5), (256, 128, 8, 4)),
+        *(Tiling(128, 128, 16, 1, 4, 5), Tiling(128, 128, 32, 1, 8, 5), Tiling(128, 128, 64, 1, 8, 5)),
+        Tiling(128, 128, 128, 1, 8, 3),
+    ),
     "int4_linear inner": (*_tall((64, 128, 4, 5), (128, 128, 8, 5)), Tiling(64, 128, 128, 1, 8, 4)),
 }
 
