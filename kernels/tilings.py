@@ -46,14 +46,28 @@ def _tall(*shapes: tuple[int, int, int, int]) -> tuple[Tiling, ...]:
     return tuple(Tiling(f, d, rows, 1, warps, stages) for rows in (16, 32, 64) for f, d, warps, stages in shapes)
 
 
-# The hand-written lists. No entry spills on sm_80 or sm_90 or wants more than 160 KB (tests/kernels/test_gemm_compiles.py).
+def inner(op: str, scales_inside: bool) -> str:
+    """The name of `op` in lists and tables. With scales inside the sum over K (blocks of e4m3, 4-bit groups below 128) a tile holds two
+    sums and the scales too, so it has tilings of its own."""
+    return f"{op} inner" if scales_inside else op
+
+
+_FP8 = ((64, 128, 4, 5), (128, 128, 8, 4))
+# The hand-written lists. No entry spills on sm_80 or sm_90 or wants more than 160 KB (tests/kernels/test_gemm_compiles.py). The first
+# is the usual one for few rows, the last for many.
 CANDIDATES: dict[str, tuple[Tiling, ...]] = {
     "dense_linear": (*_tall((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 5)), Tiling(128, 64, 128, 1, 8, 4)),
-    "fp8_linear": (*_tall((64, 128, 4, 5), (128, 128, 8, 4), (256, 128, 8, 3)), Tiling(128, 64, 128, 1, 8, 4)),
-    "fp8_fp8_linear": (*_tall((64, 128, 4, 5), (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)), Tiling(128, 128, 128, 1, 8, 3)),
-    "int4_linear": (*_tall((64, 128, 4, 5), (128, 128, 8, 5), (256, 128, 8, 4)), Tiling(128, 128, 128, 1, 8, 3)),
+    "fp8_linear": (*_tall(*_FP8, (256, 128, 8, 3)), Tiling(128, 64, 128, 1, 8, 4)),
+    "fp8_linear inner": (*_tall(*_FP8), Tiling(128, 64, 128, 1, 8, 4)),
+    "fp8_fp8_linear": (*_tall(*_FP8, (128, 128, 4, 4), (256, 128, 8, 3)), Tiling(128, 128, 128, 1, 8, 3)),
+    "fp8_fp8_linear inner": (*_tall(*_FP8), Tiling(64, 128, 128, 1, 8, 4)),
+    "int4_linear": (
+        *_tall((64, 128, 4, 5), (256, 128, 8, 4)),
+        *(Tiling(128, 128, 16, 1, 4, 5), Tiling(128, 128, 32, 1, 8, 5), Tiling(128, 128, 64, 1, 8, 5)),
+        Tiling(128, 128, 128, 1, 8, 3),
+    ),
+    "int4_linear inner": (*_tall((64, 128, 4, 5), (128, 128, 8, 5)), Tiling(64, 128, 128, 1, 8, 4)),
 }
-_USUAL = {"dense_linear": (64, 128, 4, 4), "fp8_linear": (64, 128, 4, 5), "fp8_fp8_linear": (64, 128, 4, 5), "int4_linear": (64, 128, 4, 5)}
 
 
 def bucket(m: int) -> int:
@@ -70,8 +84,7 @@ def usual(op: str, m: int, n: int, k: int) -> Tiling:
         tile = CANDIDATES[op][-1]
         row_tiles = bucket(m) // tile.rows
     else:
-        features, depth, warps, stages = _USUAL[op]
-        tile, row_tiles = Tiling(features, depth, 64 if m == FIXED else bucket(m), 1, warps, stages), 1
+        tile, row_tiles = replace(CANDIDATES[op][0], rows=64 if m == FIXED else bucket(m)), 1
     tiles = -(-n // tile.features) * row_tiles
     fitting = [s for s in _SPLITS if s == 1 or (tiles * s <= 1.5 * _PROGRAMS and -(-k // tile.depth) >= _LEAST_STEPS * s)]
     return replace(tile, splits=min(fitting, key=lambda s: abs(tiles * s - _PROGRAMS)))
@@ -89,7 +102,8 @@ def candidates(op: str, m: int, n: int, k: int) -> list[Tiling]:
             continue
         tiles = -(-n // tile.features) * (1 if m == FIXED else -(-bucket(m) // tile.rows))
         for splits in _SPLITS:
-            if splits == 1 or (tiles * splits <= 6 * _PROGRAMS and -(-k // tile.depth) >= _LEAST_STEPS * splits):
+            programs = tiles * splits
+            if splits == 1 or (_PROGRAMS / 4 <= programs <= 4 * _PROGRAMS and -(-k // tile.depth) >= _LEAST_STEPS * splits):
                 found.append(replace(tile, splits=splits))
     return found
 
@@ -146,7 +160,7 @@ class Table:
         """How many shapes of `op` are measured, for how many of them which backend won, and on which card; empty where none is."""
         wins: dict[str, int] = {}
         for (name, *_), choice in self.choices.items():
-            if name == op:
+            if name.split()[0] == op:
                 wins[choice.backend] = wins.get(choice.backend, 0) + 1
         return f"measured on {self.card}: " + ", ".join(f"{b} {count}" for b, count in sorted(wins.items())) if wins else ""
 

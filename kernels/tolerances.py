@@ -19,7 +19,7 @@ TOLERANCE: dict[str, float] = {
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p
     "gumbel_argmax": 0.0,  # token ids; inputs avoid ties closer than the noise's last bit
-    "fp8_linear": 8e-3,  # one bfloat16 step: sums in another order round to neighbours; float32 is held closer in tests/kernels/test_gemm.py
+    "fp8_linear": 8e-3,  # one bfloat16 step, where a sum in another order rounds to a neighbour; closer in tests/kernels/test_gemm.py
     "int4_linear": 8e-3,  # as fp8_linear
     "quantize_fp8": 0.0,  # the same divisions and roundings
     "fp8_fp8_linear": 8e-3,  # as fp8_linear

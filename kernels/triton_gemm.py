@@ -23,35 +23,35 @@ _RING = 1 << 20  # counters a device has: more than the tiles of every GEMM that
 
 
 @triton.jit
-def cell(row_tiles, SPLITS: tl.constexpr):
+def cell(row_tiles, splits):
     """(feature tile, split, row tile) of this program. Row tiles are neighbours: they read the same part of W, once from memory."""
     program = tl.program_id(0)
     rest = program // row_tiles
-    return rest // SPLITS, rest % SPLITS, program % row_tiles
+    return rest // splits, rest % splits, program % row_tiles
 
 
 @triton.jit
-def steps(columns, split, DEPTH: tl.constexpr, SPLITS: tl.constexpr):
+def steps(columns, split, splits, DEPTH: tl.constexpr):
     """[first, stop) of the steps of DEPTH columns that belong to `split`."""
     count = tl.cdiv(columns, DEPTH)
-    share = tl.cdiv(count, SPLITS)
+    share = tl.cdiv(count, splits)
     return split * share, tl.minimum(split * share + share, count)
 
 
 @triton.jit
-def arrive(acc, partial, counters, tile, split, rows_here, SPLITS: tl.constexpr):
+def arrive(acc, partial, counters, tile, split, splits, rows_here):
     """Stores this split's sums [F,R] and counts it in; True for the program that finds all the others there."""
-    tl.store(_slot(partial, acc, tile * SPLITS + split), acc, mask=_used(acc, rows_here))
+    tl.store(_slot(partial, acc, tile * splits + split), acc, mask=_used(acc, rows_here))
     tl.debug_barrier()  # every thread's sums before the one thread's release
-    return tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+    return tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
 
 
 @triton.jit
-def collect(acc, partial, counters, tile, rows_here, SPLITS: tl.constexpr):
+def collect(acc, partial, counters, tile, splits, rows_here):
     """The sum over all splits in their order; leaves the counter as it was found, for the next launch. acc gives the shape."""
     total = tl.zeros(acc.shape, tl.float32)
-    for split in range(SPLITS):
-        total += tl.load(_slot(partial, acc, tile * SPLITS + split), mask=_used(acc, rows_here), other=0.0, cache_modifier=".cg")
+    for split in range(splits):
+        total += tl.load(_slot(partial, acc, tile * splits + split), mask=_used(acc, rows_here), other=0.0, cache_modifier=".cg")
     tl.store(counters + tile, 0)
     return total
 
@@ -95,21 +95,21 @@ def _write(out, acc, feature, row, features, rows, w_scale, x_scale, W_SCALE: tl
 
 @triton.jit
 def finish(
-    acc, out, partial, counters, feature, row, features, rows, rows_here, tile, split, w_scale, x_scale,
-    SPLITS: tl.constexpr, W_SCALE: tl.constexpr, X_SCALE: tl.constexpr,
+    acc, out, partial, counters, feature, row, features, rows, rows_here, tile, split, splits, w_scale, x_scale,
+    SPLIT: tl.constexpr, W_SCALE: tl.constexpr, X_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile once all its splits are in. tile: its number among the tiles; rows_here: rows of x it has."""
-    if SPLITS == 1:
+    if not SPLIT:
         _write(out, acc, feature, row, features, rows, w_scale, x_scale, W_SCALE, X_SCALE)
-    elif arrive(acc, partial, counters, tile, split, rows_here, SPLITS):
-        total = collect(acc, partial, counters, tile, rows_here, SPLITS)
+    elif arrive(acc, partial, counters, tile, split, splits, rows_here):
+        total = collect(acc, partial, counters, tile, splits, rows_here)
         _write(out, total, feature, row, features, rows, w_scale, x_scale, W_SCALE, X_SCALE)
 
 
-@triton.jit(do_not_specialize=["rows", "row_tiles"])
+@triton.jit(do_not_specialize=["rows", "row_tiles", "splits"])
 def _stream(
-    out, x, w, w_scale, x_scale, partial, counters, rows, features, columns, row_tiles, x_row,
-    FEATURES: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    out, x, w, w_scale, x_scale, partial, counters, rows, features, columns, row_tiles, splits, x_row,
+    FEATURES: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     W_CODES: tl.constexpr, X_CODES: tl.constexpr, W_SCALE: tl.constexpr, X_SCALE: tl.constexpr,
     EVEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -117,14 +117,14 @@ def _stream(
 
     Features past the end read the last one again, which needs no mask; rows past the end read nothing.
     """
-    feature_tile, split, row_tile = cell(row_tiles, SPLITS)
+    feature_tile, split, row_tile = cell(row_tiles, splits)
     feature = feature_tile * FEATURES + tl.arange(0, FEATURES)
     clamped = tl.minimum(feature, features - 1)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     w_own = w + clamped.to(tl.int64)[:, None] * columns
     x_own = x + row.to(tl.int64)[None, :] * x_row
     present = (row < rows)[None, :]
-    first, stop = steps(columns, split, DEPTH, SPLITS)
+    first, stop = steps(columns, split, splits, DEPTH)
     blocks = tl.cdiv(columns, 128)
     of_features, of_rows = _factors(w_scale, x_scale, clamped, row, rows, blocks, first * DEPTH // 128, W_SCALE, X_SCALE)
     acc = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -148,8 +148,8 @@ def _stream(
             acc = _multiply(w_tile, x_tile, acc, W_CODES, X_CODES, NATIVE)
     tile = feature_tile * row_tiles + row_tile
     finish(
-        acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, w_scale, x_scale,
-        SPLITS, W_SCALE, X_SCALE,
+        acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, splits, w_scale, x_scale,
+        SPLIT, W_SCALE, X_SCALE,
     )  # fmt: skip
 
 
@@ -201,11 +201,12 @@ def _launch(x: Tensor, w: Tensor, w_scale: Tensor | None, x_scale: Tensor | None
         features,
         columns,
         row_tiles,
+        tiling.splits,
         x.stride(0),
         FEATURES=tiling.features,
         DEPTH=tiling.depth,
         ROWS=tiling.rows,
-        SPLITS=tiling.splits,
+        SPLIT=tiling.splits > 1,
         W_CODES=codes[0],
         X_CODES=codes[1],
         W_SCALE=w_kind,

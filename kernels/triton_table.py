@@ -19,7 +19,6 @@ from specdec.kernels.silu_mul import triton as silu
 from specdec.kernels.tree_attention import triton as attention
 from specdec.kernels.triton_common import INTERPRETED
 
-
 NOT_BY_ITSELF = "interpreted, hence slow: for tests, which name it"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec import ops
 from specdec.batch import BatchBuilder
 from specdec.cache.kv import KVCache
 from specdec.cache.pool import BlockPool
@@ -63,8 +64,10 @@ def build_engine(
     oracle: future tokens of a sequence, for the test drafters. target: what `load_target` gave for a config of the same model;
     engines may share it, none changes it. Raises ConfigError, ModelNotFound or UnsupportedCheckpoint.
     """
-    loaded = load_target(config) if target is None else target
-    return Engine(config, _parts(config, loaded, resolve_device(config.device), oracle))
+    loaded, device = load_target(config) if target is None else target, resolve_device(config.device)
+    if device.type == "cuda":
+        ops.load_tilings(cache_dir() / "tilings", torch.cuda.get_device_name(device))
+    return Engine(config, _parts(config, loaded, device, oracle))
 
 
 def load_target(config: EngineConfig) -> LoadedModel:

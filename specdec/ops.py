@@ -183,6 +183,11 @@ def explain(device: str = "cpu") -> dict[str, str]:
     return {op: "; ".join(filter(None, (text, MEASURED.explain(op)))) for op, text in table.items()}
 
 
+def fixed_dense(device: str) -> str:
+    """The backend of `dense_linear` whose bits do not depend on M, for weights on `device`."""
+    return "triton_fixed" if device == "cuda" and _WHY_NO_TRITON is None else "rowwise"
+
+
 def load_tilings(folder: Path, card: str) -> bool:
     """Puts the measured tilings of `card` in force for this process: from `folder` (`python -m bench.tune` writes), else the package's.
 

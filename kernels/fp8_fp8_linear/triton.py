@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.kernels.fp8_fp8_linear import library
 from specdec.kernels.fp8_linear.weight import Fp8Weight
-from specdec.kernels.tilings import FIXED, MEASURED
+from specdec.kernels.tilings import FIXED, MEASURED, inner
 from specdec.kernels.triton_gemm import stream
 
 
@@ -23,7 +23,7 @@ def rejects_fixed(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtyp
 
 def rejects(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> str | None:
     """As `rejects_fixed`; and where the library was measured to be faster, that is preferred."""
-    chosen = MEASURED.choice("fp8_fp8_linear", q.shape[0], *weight.data.shape)
+    chosen = MEASURED.choice("fp8_fp8_linear", q.shape[0], *weight.shape)
     if chosen is not None and chosen.backend == "scaled_mm" and library.rejects(q, scale, weight, dtype) is None:
         return "measured: the library is faster"
     return rejects_fixed(q, scale, weight, dtype)
@@ -31,9 +31,14 @@ def rejects(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> 
 
 def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Shapes in `specdec.ops.fp8_fp8_linear`."""
-    return stream(q, weight.data, weight.scale, scale, dtype, MEASURED.tiling("fp8_fp8_linear", q.shape[0], *weight.data.shape))
+    return _run(q, scale, weight, dtype, q.shape[0])
 
 
 def fp8_fp8_linear_fixed(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """One tiling for every M: a row's bits do not depend on the others."""
-    return stream(q, weight.data, weight.scale, scale, dtype, MEASURED.tiling("fp8_fp8_linear", FIXED, *weight.data.shape))
+    return _run(q, scale, weight, dtype, FIXED)
+
+
+def _run(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype, rows: int) -> Tensor:
+    name = inner("fp8_fp8_linear", weight.blocked or scale.dim() == 2)
+    return stream(q, weight.data, weight.scale, scale, dtype, MEASURED.tiling(name, rows, *weight.shape))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.fp8_linear.weight import Fp8Weight
-from specdec.kernels.tilings import FIXED, MEASURED
+from specdec.kernels.tilings import FIXED, MEASURED, inner
 from specdec.kernels.triton_gemm import stream
 
 _MANY = 512  # rows from which the widened product is the better guess where nothing was measured
@@ -24,16 +24,18 @@ def rejects_fixed(x: Tensor, weight: Fp8Weight) -> str | None:
 
 def rejects(x: Tensor, weight: Fp8Weight) -> str | None:
     """As `rejects_fixed`; and where the widened product (`widened.py`) is faster, that is preferred."""
-    chosen = MEASURED.choice("fp8_linear", x.shape[0], *weight.data.shape)
+    chosen = MEASURED.choice("fp8_linear", x.shape[0], *weight.shape)
     widened = x.shape[0] > _MANY if chosen is None else chosen.backend == "widened"
     return "many rows: the widened product is faster" if widened and not weight.blocked else rejects_fixed(x, weight)
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
     """Shapes in `specdec.ops.fp8_linear`."""
-    return stream(x, weight.data, weight.scale, None, x.dtype, MEASURED.tiling("fp8_linear", x.shape[0], *weight.data.shape))
+    return stream(
+        x, weight.data, weight.scale, None, x.dtype, MEASURED.tiling(inner("fp8_linear", weight.blocked), x.shape[0], *weight.shape)
+    )
 
 
 def fp8_linear_fixed(x: Tensor, weight: Fp8Weight) -> Tensor:
     """One tiling for every M: a row's bits do not depend on the others."""
-    return stream(x, weight.data, weight.scale, None, x.dtype, MEASURED.tiling("fp8_linear", FIXED, *weight.data.shape))
+    return stream(x, weight.data, weight.scale, None, x.dtype, MEASURED.tiling(inner("fp8_linear", weight.blocked), FIXED, *weight.shape))

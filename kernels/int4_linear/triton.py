@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.kernels.int4_linear.planes import CHUNK, Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
-from specdec.kernels.tilings import FIXED, MEASURED, Tiling
+from specdec.kernels.tilings import FIXED, MEASURED, Tiling, inner
 from specdec.kernels.triton_common import INTERPRETED, dot
 from specdec.kernels.triton_gemm import Workspace, cell, finish, row_chunks, steps
 
@@ -50,20 +50,21 @@ def rejects(x: Tensor, w: Int4Weight | Int4Planes) -> str | None:
 
 def int4_linear(x: Tensor, w: Int4Weight | Int4Planes) -> Tensor:
     """Shapes in `specdec.ops.int4_linear`. A weight that is not in planes yet is rearranged for this call alone."""
-    return _run(x, w, MEASURED.tiling("int4_linear", x.shape[0], *w.shape))
+    return _run(x, w, x.shape[0])
 
 
 def int4_linear_fixed(x: Tensor, w: Int4Weight | Int4Planes) -> Tensor:
     """One tiling for every M: a row's bits do not depend on the others."""
-    return _run(x, w, MEASURED.tiling("int4_linear", FIXED, *w.shape))
+    return _run(x, w, FIXED)
 
 
-def _run(x: Tensor, w: Int4Weight | Int4Planes, tiling: Tiling) -> Tensor:
+def _run(x: Tensor, w: Int4Weight | Int4Planes, rows: int) -> Tensor:
     planes = pack_planes(w) if isinstance(w, Int4Weight) else w
+    tiling = MEASURED.tiling(inner("int4_linear", w.group < min(CHUNK, planes.columns)), rows, *planes.shape)
     out = x.new_empty(x.shape[0], planes.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
-    for rows in row_chunks(x.shape[0], tiling):
-        _launch(x[rows], planes, out[rows], tiling)
+    for chunk in row_chunks(x.shape[0], tiling):
+        _launch(x[chunk], planes, out[chunk], tiling)
     return out
 
 
@@ -83,11 +84,12 @@ def _launch(x: Tensor, w: Int4Planes, out: Tensor, tiling: Tiling) -> None:
         features,
         columns,
         row_tiles,
+        tiling.splits,
         x.stride(0),
         min(w.group, columns),
         FEATURES=tiling.features,
         ROWS=tiling.rows,
-        SPLITS=tiling.splits,
+        SPLIT=tiling.splits > 1,
         RUN=8 if w.group >= min(CHUNK, columns) else w.group // 16,
         EVEN=columns % CHUNK == 0,
         PAIRS=not INTERPRETED and x.dtype is not torch.float32,
@@ -135,15 +137,15 @@ def _code(words, place: tl.constexpr, minus, dtype: tl.constexpr):
     return (((words >> (4 * place)) & 15).to(tl.float32) + minus).to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows", "row_tiles"])
+@triton.jit(do_not_specialize=["rows", "row_tiles", "splits"])
 def _stream_int4(
-    out, x, w, scale, zero, partial, counters, rows, features, columns, row_tiles, x_row, group,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    out, x, w, scale, zero, partial, counters, rows, features, columns, row_tiles, splits, x_row, group,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One tile of FEATURES × ROWS over one split of K, a chunk of 128 columns a step. RUN: operands (16 columns) that share a scale."""
     dtype: tl.constexpr = x.dtype.element_ty
     RUNS: tl.constexpr = 8 // RUN
-    feature_tile, split, row_tile = cell(row_tiles, SPLITS)
+    feature_tile, split, row_tile = cell(row_tiles, splits)
     feature = feature_tile * FEATURES + tl.arange(0, FEATURES)
     clamped = tl.minimum(feature, features - 1)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -152,7 +154,7 @@ def _stream_int4(
     x_own = x + row.to(tl.int64)[None, :] * x_row + word[:, None]
     present = (row < rows)[None, :]
     groups = tl.cdiv(columns, group)
-    first, stop = steps(columns, split, 128, SPLITS)
+    first, stop = steps(columns, split, splits, 128)
     factor, minus = _group(scale, zero, first * 128 // group, groups, features, clamped, dtype, PAIRS)
     acc = tl.zeros([FEATURES, ROWS], tl.float32)
     for step in range(first, stop):
@@ -171,6 +173,6 @@ def _stream_int4(
             factor, minus = next_factor, next_minus
     tile = feature_tile * row_tiles + row_tile
     finish(
-        acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, scale, scale,
-        SPLITS, "none", "none",
+        acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, splits, scale, scale,
+        SPLIT, "none", "none",
     )  # fmt: skip

@@ -14,6 +14,7 @@ class Dense:
         self.weight = weight
         self.out_features, self.in_features = weight.shape
         self.fixed_order = rowwise
+        self._fixed_backend = ops.fixed_dense(weight.device.type)
         self.name = f"dense {str(weight.dtype).removeprefix('torch.')}" + (" rowwise" if rowwise else "")
 
     @property
@@ -24,7 +25,7 @@ class Dense:
         """x [M,K] in the weight's dtype -> [M,N]."""
         if not self.fixed_order:
             return ops.dense_linear(x, self.weight)
-        with ops.override("dense_linear", "rowwise"):
+        with ops.override("dense_linear", self._fixed_backend):
             return ops.dense_linear(x, self.weight)
 
     def dequantize(self) -> Tensor:

@@ -29,18 +29,18 @@ N, K = 512, 1024
 BF16 = torch.bfloat16
 
 
-def calls(tiling: Tiling) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """(op, what of it, arguments): as models call them, and the kinds of scales that cost the most registers."""
+def calls(tiling: Tiling) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(name in the lists, arguments): as models call them, and of scales inside the sum the kinds that cost the most registers."""
     x = torch.zeros(tiling.rows, K, dtype=BF16)
     q, scale = torch.zeros(tiling.rows, K, dtype=torch.float8_e4m3fn), torch.zeros(tiling.rows)
     groups = torch.zeros(tiling.rows, K // 128)
-    yield "dense_linear", "bf16", (x, torch.zeros(N, K, dtype=BF16))
-    yield "fp8_linear", "channels", (x, random_fp8(N, K, "channel"))
-    yield "fp8_linear", "blocks", (x, random_fp8(N, K, "block"))
-    yield "fp8_fp8_linear", "channels", (q, scale, random_fp8(N, K, "channel"), BF16)
-    yield "fp8_fp8_linear", "blocks", (q, groups, random_fp8(N, K, "block"), BF16)
-    for group in (128, 32):
-        yield "int4_linear", f"groups of {group}", (x, pack_planes(random_int4(N, K, group, symmetric=False, dtype=BF16)))
+    yield "dense_linear", (x, torch.zeros(N, K, dtype=BF16))
+    yield "fp8_linear", (x, random_fp8(N, K, "channel"))
+    yield "fp8_linear inner", (x, random_fp8(N, K, "block"))
+    yield "fp8_fp8_linear", (q, scale, random_fp8(N, K, "channel"), BF16)
+    yield "fp8_fp8_linear inner", (q, groups, random_fp8(N, K, "block"), BF16)
+    for name, group in (("int4_linear", 128), ("int4_linear inner", 32)):
+        yield name, (x, pack_planes(random_int4(N, K, group, symmetric=False, dtype=BF16)))
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -61,19 +61,18 @@ def compile_all(only_usual: bool, kernels: list[Any]) -> dict[str, dict[str, int
     for op, candidates in CANDIDATES.items():
         tilings = {usual(op, size, N, K) for size in (FIXED, *BUCKETS)} if only_usual else {replace(t, splits=2) for t in candidates}
         for tiling in sorted(tilings, key=str):
-            for name, kind, args in calls(tiling):
-                if name == op:
-                    with forced(op, tiling):
-                        BACKENDS[op].fn(*args)
-                    found[f"{op} {kind} {tiling}"] = resources(kernels[-1])
+            args = next(args for name, args in calls(tiling) if name == op)
+            with forced(tiling):
+                BACKENDS[op.split()[0]].fn(*args)
+            found[f"{op}: {tiling}"] = resources(kernels[-1])
     return found
 
 
 class forced:
     """The tables say `tiling` for every shape within the block."""
 
-    def __init__(self, op: str, tiling: Tiling):
-        self.op, self.tiling = op, tiling
+    def __init__(self, tiling: Tiling):
+        self.tiling = tiling
 
     def __enter__(self) -> None:
         self.before = Table.choice
