@@ -23,4 +23,6 @@ TOLERANCE: dict[str, float] = {
     "int4_linear": 4e-3,  # as fp8_linear
     "quantize_fp8": 0.07,  # codes are within one step of three mantissa bits, where a division rounds the other way; scales one ulp
     "fp8_fp8_linear": 4e-3,  # as fp8_linear
+    "moe_route": 1e-6,  # exp, order of the sum; ids exactly
+    "moe_experts": 2e-5,  # order of the sums over K, twice in a row
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec.kernels.moe_experts import triton as experts
+from specdec.kernels.moe_route import triton as route
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
 from specdec.kernels.registry import Backend
@@ -15,11 +17,11 @@ from specdec.kernels.tree_attention import triton as attention
 from specdec.kernels.triton_common import INTERPRETED
 
 
-def _backend(fn: Callable[..., Any], rejects: Callable[..., str | None], fixed_order: bool = True) -> Backend:
+def _backend(fn: Callable[..., Any], rejects: Callable[..., str | None], fixed_order: bool = True, name: str = "triton") -> Backend:
     return (
-        Backend("triton", fn, ("cuda", "cpu"), _not_by_itself, fixed_order)
+        Backend(name, fn, ("cuda", "cpu"), _not_by_itself, fixed_order)
         if INTERPRETED
-        else Backend("triton", fn, ("cuda",), rejects, fixed_order)
+        else Backend(name, fn, ("cuda",), rejects, fixed_order)
     )
 
 
@@ -36,5 +38,8 @@ BACKENDS: dict[str, Backend] = {
     "tree_attention": _backend(attention.tree_attention, attention.rejects, fixed_order=False),
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
+    "moe_route": _backend(route.moe_route, route.rejects),
+    "moe_experts": _backend(experts.moe_experts, experts.rejects, fixed_order=False),
+    "moe_experts fixed": _backend(experts.moe_experts_fixed, experts.rejects, name="triton_fixed"),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),
 }

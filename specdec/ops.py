@@ -27,6 +27,9 @@ from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.mass_cut import bisection as cut_bisection
 from specdec.kernels.mass_cut import reference as cut_reference
+from specdec.kernels.moe_experts import reference as experts_reference
+from specdec.kernels.moe_experts.weight import Experts
+from specdec.kernels.moe_route import reference as route_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
@@ -158,6 +161,14 @@ _FP8_FP8_LINEAR = TABLE.op("fp8_fp8_linear")
 _FP8_FP8_LINEAR.add(Backend("reference", fp8_fp8_reference.fp8_fp8_linear))
 _INT4_LINEAR = TABLE.op("int4_linear")
 _INT4_LINEAR.add(Backend("reference", int4_reference.int4_linear))
+
+_MOE_ROUTE = TABLE.op("moe_route")
+_MOE_EXPERTS = TABLE.op("moe_experts")
+_MOE_ROUTE.add(_TRITON.get("moe_route", Backend("triton", route_reference.moe_route, ("cuda",), missing=_WHY_NO_TRITON)))
+_MOE_ROUTE.add(Backend("reference", route_reference.moe_route))
+for _variant, _name in (("moe_experts", "triton"), ("moe_experts fixed", "triton_fixed")):
+    _MOE_EXPERTS.add(_TRITON.get(_variant, Backend(_name, experts_reference.moe_experts, ("cuda",), missing=_WHY_NO_TRITON)))
+_MOE_EXPERTS.add(Backend("reference", experts_reference.moe_experts))
 
 
 def explain(device: str = "cpu") -> dict[str, str]:
@@ -292,6 +303,21 @@ def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dty
 def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
     """x [M,K] f32, f16 or bf16, 4-bit weight N × K -> [M,N] of x's dtype, float32 sums."""
     return _INT4_LINEAR(x, weight)
+
+
+def moe_route(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """logits [T,E] -> (ids [T,k] i32 of the best experts, best first, ties by lowest id; weights [T,k] f32).
+
+    Softmax in float32 over the k chosen (`renormalise`) or over all E; a NaN logit counts as -inf.
+    """
+    routed: tuple[Tensor, Tensor] = _MOE_ROUTE(logits, k, renormalise)
+    return routed
+
+
+def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """Sum over a row's choices of weight · expert(row). x [T,H], ids [T,k] i32, distinct in a row, -1 = none (padded rows),
+    weights [T,k] f32 -> [T,H] of x's dtype; float32 sums, the experts' activation rounded to x's dtype."""
+    return _MOE_EXPERTS(x, ids, weights, experts)
 
 
 def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:
