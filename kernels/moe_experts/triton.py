@@ -12,14 +12,14 @@ Weights are read once per block, which is once per expert up to ROWS rows of it.
 are no atomics: an atomic sum would need the zeroing before and the rounding after, two launches instead of one, and lose the fixed order.
 
 Two numbers. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s, and does 0.08 GFLOP; 64 tokens touch
-126 of 128 experts, 594 MB, 138 µs, 4.8 GFLOP (at 450 TFLOP/s: 11 µs). gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all reading up to
-hundreds of tokens, hence the narrow tiles: at one token gate|up of A3B is 8 experts × 24 tiles of 32 rows = 192 programs for 132 SMs,
-and three or four stages of 8 to 16 KB each keep some 40 KB in flight per SM, which is what 4.3 TB/s × 1 µs asks of each. What the pairs add:
-the float32 outputs, k·H·4 bytes a row, 4 MB at 64 rows, stay in L2. What 4-bit weights add is arithmetic: an SM has 6.9 lane operations for
-each weight byte at that speed, and unpacking takes them (docs of `_numbers`).
+126 of 128 experts, 594 MB, 138 µs, 4.8 GFLOP (at 450 TFLOP/s: 11 µs). gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all
+reading up to hundreds of tokens, hence the narrow tiles: at one token gate|up of A3B is 8 experts × 24 tiles of 32 rows = 192 programs
+for 132 SMs, and three or four stages of 8 to 16 KB each keep some 40 KB in flight per SM, which is what 4.3 TB/s × 1 µs asks of each. What
+the pairs add: the float32 outputs, k·H·4 bytes a row, 4 MB at 64 rows, stay in L2. What 4-bit weights add is arithmetic: an SM has 6.9
+lane operations for each weight byte at that speed, and unpacking takes them (docs of `_numbers`).
 
-Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too. `fixed` keeps
-ROWS at 16: bits of a row then depend on the row alone.
+Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too.
+`moe_experts_fixed` keeps ROWS at 16: bits of a row then depend on the row alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _storage_rejects(weight: ExpertWeight, x: Tensor) -> str | None:
         return "weights must be dense"
     if isinstance(weight, Tensor):
         return None if weight.dtype is x.dtype else f"weights of {weight.dtype} with rows of {x.dtype}"
-    if isinstance(weight, Int4Weight) and (weight.group % 32 or weight.group & (weight.group - 1) and weight.group % 128):
+    if isinstance(weight, Int4Weight) and (weight.group % 32 or (weight.group & (weight.group - 1) and weight.group % 128)):
         return f"groups of {weight.group}; it takes 32, 64 and multiples of 128"
     if isinstance(weight, Mxfp4Weight) and x.dtype is torch.float16:
         return "MXFP4 scales do not fit float16"
@@ -100,24 +100,24 @@ class _Form:
 
 
 def _form(weight: ExpertWeight, x: Tensor) -> _Form:
-    """GROUP: columns a scale; SCALE_ROWS: rows a scale, 0 = one for the whole expert; SCALES: scales an expert."""
+    """PACKED: numbers a byte; GROUP: columns a scale outside the numbers, 0 = none; SCALE_ROWS: rows a scale; SCALES: scales an expert."""
     if isinstance(weight, Tensor):
-        return _Form(weight, weight, weight, {"KIND": _DENSE.value, "GROUP": weight.shape[2], "SCALE_ROWS": 0, "SCALES": 0})
+        return _Form(weight, weight, weight, {"KIND": _DENSE.value, "PACKED": 1, "GROUP": 0, "SCALE_ROWS": 1, "SCALES": 0})
     if isinstance(weight, Mxfp4Weight):
-        constants = {"KIND": _MXFP4.value, "GROUP": BLOCK, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
+        constants = {"KIND": _MXFP4.value, "PACKED": 2, "GROUP": 0, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
         return _Form(weight.data, weight.scale, weight.scale, constants)
     if isinstance(weight, Int4Weight):
-        constants = {"KIND": _INT4.value, "GROUP": weight.group, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
+        constants = {"KIND": _INT4.value, "PACKED": 2, "GROUP": weight.group, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
         return _Form(weight.data.view(torch.uint8), weight.scale, weight.zero, constants)
     return _fp8_form(weight)
 
 
 def _fp8_form(weight: Fp8Weight) -> _Form:
     blocked, scales = weight.scale.dim() == 3, weight.scale[0].numel()
-    rows = FP8_BLOCK if blocked else 1 if scales > 1 else 0
+    rows = FP8_BLOCK if blocked else 1 if scales > 1 else weight.data.shape[1]
     group = FP8_BLOCK if blocked else weight.data.shape[2]
     data = weight.data if _casts_fp8() else weight.data.view(torch.uint8)
-    return _Form(data, weight.scale, weight.scale, {"KIND": _FP8.value, "GROUP": group, "SCALE_ROWS": rows, "SCALES": scales})
+    return _Form(data, weight.scale, weight.scale, {"KIND": _FP8.value, "PACKED": 1, "GROUP": group, "SCALE_ROWS": rows, "SCALES": scales})
 
 
 def _casts_fp8() -> bool:
@@ -129,7 +129,7 @@ def _tiling(form: _Form, columns: int, rows: int, itemsize: int) -> dict[str, in
     """Weight rows and columns a tile, warps, stages: some 4 to 16 KB of weights a stage, whole groups of columns."""
     kind, group = form.constants["KIND"], form.constants["GROUP"]
     wide = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
-    if kind in (_FP8.value, _INT4.value) and group < columns:
+    if 0 < group < columns:
         wide = min(wide, group)
     tall = 32 if rows == 16 else 64
     return {"TALL": tall, "WIDE": wide, "num_warps": 4, "num_stages": 2 if itemsize == 4 else 4}
@@ -210,8 +210,8 @@ def _e4m3(code, WIDE: tl.constexpr):
 
 @triton.jit
 def _e2m1(code, scale, WIDE: tl.constexpr):
-    """Values of e2m1 codes (uint8 below 16) times 2^(scale - 127), exact: as `_e4m3`. bfloat16 where it can do arithmetic (two at a time)."""
-    if WIDE == tl.bfloat16 and not INTERPRET:
+    """Values of e2m1 codes (uint8 below 16) times 2^(scale - 127), exact: as `_e4m3`. bfloat16 where there is arithmetic."""
+    if tl.bfloat16 == WIDE and not INTERPRET:
         power = tl.where(scale == 255, 0x7FC0, tl.where(scale == 0, 0x0040, scale.to(tl.int16) << 7)).to(tl.int16)
         bits = ((code & 8).to(tl.int16) << 12) | ((code & 7).to(tl.int16) << 6)
         two_to_126 = tl.full([1], 0x7E80, tl.int16).to(tl.bfloat16, bitcast=True)
@@ -224,12 +224,25 @@ def _e2m1(code, scale, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _numbers(data, scale, zero, row, inside, at, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(
+    data,
+    scale,
+    zero,
+    row,
+    inside,
+    at,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Weight rows `row` [TALL], columns at … at + WIDE, in DTYPE [TALL, WIDE]; 0 outside. Scales of MXFP4 are in, others are not.
 
     Instructions a weight, counted in the loop of the sm_90 code: see `bench/kernels_moe.py`.
     """
-    if KIND == _DENSE or KIND == _FP8:
+    if PACKED == 1:
         column = at + tl.arange(0, WIDE)[None, :]
         number = tl.load(data + row.to(tl.int64)[:, None] * K + column, mask=inside[:, None] & (column < K), other=0.0)
         if number.dtype == tl.uint8:
@@ -258,21 +271,17 @@ def _numbers(data, scale, zero, row, inside, at, K: tl.constexpr, KIND: tl.const
 def _scales(scale, row, inside, at, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
     """The scale of columns at … of each row, f32 [TALL]."""
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    if SCALE_ROWS == 0:
-        place = scale + row * 0
-    else:
-        place = scale + row // SCALE_ROWS * groups + at // GROUP
-    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(scale + row // SCALE_ROWS * groups + at // GROUP, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _add(
     acc, x, data, scale, zero, row, inside, at,
-    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, WIDE: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """acc [TALL, ROWS] + the weights' columns at … at + WIDE times x [WIDE, ROWS]; scaled where scales differ along K."""
-    numbers = _numbers(data, scale, zero, row, inside, at, K, KIND, GROUP, WIDE, x.dtype)
-    if (KIND == _FP8 or KIND == _INT4) and GROUP < K:
+    numbers = _numbers(data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, WIDE, x.dtype)
+    if GROUP > 0 and GROUP < K:
         part = dot(numbers, x, tl.zeros_like(acc))
         return acc + part * _scales(scale, row, inside, at, K, GROUP, SCALE_ROWS)[:, None]
     else:
@@ -280,11 +289,9 @@ def _add(
 
 
 @triton.jit
-def _finish(
-    acc, scale, bias, row, inside, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr
-):
+def _finish(acc, scale, bias, row, inside, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr):
     """The sums with the scale that all of a row's columns share, and the bias."""
-    if (KIND == _FP8 or KIND == _INT4) and GROUP >= K:
+    if GROUP >= K:
         acc = acc * _scales(scale, row, inside, 0, K, GROUP, SCALE_ROWS)[:, None]
     if BIAS:
         acc = acc + tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -292,20 +299,18 @@ def _finish(
 
 
 @triton.jit
-def _expert_base(data, scale, zero, expert, per_expert, KIND: tl.constexpr, SCALES: tl.constexpr):
-    """Pointers to the expert's numbers, scales and zeros. per_expert: numbers."""
+def _expert_base(data, scale, zero, expert, numbers, PACKED: tl.constexpr, SCALES: tl.constexpr):
+    """Pointers to the expert's numbers, scales and zeros. numbers: of one expert."""
     wide = expert.to(tl.int64)
-    if KIND == _INT4 or KIND == _MXFP4:
-        return data + wide * (per_expert // 2), scale + wide * SCALES, zero + wide * SCALES
-    else:
-        return data + wide * per_expert, scale + wide * SCALES, zero + wide * SCALES
+    return data + wide * (numbers // PACKED), scale + wide * SCALES, zero + wide * SCALES
 
 
 @triton.jit(do_not_specialize=["blocks", "limit", "alpha"])
 def _gate_up(
     x, data, scale, zero, bias, middle, order, plan, blocks, limit, alpha,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows, blocks). middle [pairs, N] in the order of `order`."""
     block = tl.program_id(1)
@@ -315,7 +320,7 @@ def _gate_up(
         entry = tl.arange(0, ROWS)
         used = entry < tl.load(plan + 2 * blocks + block)
         token = tl.load(order + start + entry, mask=used, other=0) // CHOICES
-        data, scale, zero = _expert_base(data, scale, zero, expert, 2 * N * K, KIND, SCALES)
+        data, scale, zero = _expert_base(data, scale, zero, expert, 2 * N * K, PACKED, SCALES)
         row = tl.program_id(0) * TALL + tl.arange(0, TALL)
         inside = row < N
         gate = tl.zeros([TALL, ROWS], tl.float32)
@@ -324,11 +329,11 @@ def _gate_up(
         for at in range(0, K, WIDE):
             column = at + tl.arange(0, WIDE)[:, None]
             rows = tl.load(source + column, mask=used[None, :] & (column < K), other=0.0)
-            gate = _add(gate, rows, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, WIDE)
-            up = _add(up, rows, data, scale, zero, row + N, inside, at, K, KIND, GROUP, SCALE_ROWS, WIDE)
+            gate = _add(gate, rows, data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
+            up = _add(up, rows, data, scale, zero, row + N, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
         own = bias + expert.to(tl.int64) * (2 * N)
-        gate = _finish(gate, scale, own, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS)
-        up = _finish(up, scale, own, row + N, inside, K, KIND, GROUP, SCALE_ROWS, BIAS)
+        gate = _finish(gate, scale, own, row, inside, K, GROUP, SCALE_ROWS, BIAS)
+        up = _finish(up, scale, own, row + N, inside, K, GROUP, SCALE_ROWS, BIAS)
         if CUT:
             gate = tl.where(gate > limit, limit, gate)  # NaN stays
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -343,7 +348,8 @@ def _gate_up(
 def _down(
     middle, data, scale, zero, bias, weights, outputs, order, plan, blocks,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL rows, blocks). outputs [pairs, N] f32 by pair: what the pair's expert says, times its weight."""
     block = tl.program_id(1)
@@ -352,7 +358,7 @@ def _down(
         start = tl.load(plan + blocks + block)
         entry = tl.arange(0, ROWS)
         used = entry < tl.load(plan + 2 * blocks + block)
-        data, scale, zero = _expert_base(data, scale, zero, expert, N * K, KIND, SCALES)
+        data, scale, zero = _expert_base(data, scale, zero, expert, N * K, PACKED, SCALES)
         row = tl.program_id(0) * TALL + tl.arange(0, TALL)
         inside = row < N
         acc = tl.zeros([TALL, ROWS], tl.float32)
@@ -360,8 +366,8 @@ def _down(
         for at in range(0, K, WIDE):
             column = at + tl.arange(0, WIDE)[:, None]
             rows = tl.load(source + column, mask=used[None, :] & (column < K), other=0.0)
-            acc = _add(acc, rows, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, WIDE)
-        acc = _finish(acc, scale, bias + expert.to(tl.int64) * N, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS)
+            acc = _add(acc, rows, data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
+        acc = _finish(acc, scale, bias + expert.to(tl.int64) * N, row, inside, K, GROUP, SCALE_ROWS, BIAS)
         pair = tl.load(order + start + entry, mask=used, other=0)
         acc = acc * tl.load(weights + pair, mask=used, other=0.0)[None, :]
         tl.store(outputs + pair.to(tl.int64)[None, :] * N + row[:, None], acc, mask=used[None, :] & inside[:, None])

@@ -33,7 +33,9 @@ def moe_route(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor
     tile, columns = row_tile(experts, 512)
     if rows:
         wide = triton.next_power_of_2(k)
-        _route[(triton.cdiv(rows, tile),)](logits, ids, weights, rows, E=experts, K=k, ROWS=tile, COLUMNS=columns, WIDE=wide, OVER_K=renormalise)
+        _route[(triton.cdiv(rows, tile),)](
+            logits, ids, weights, rows, E=experts, K=k, ROWS=tile, COLUMNS=columns, WIDE=wide, OVER_K=renormalise
+        )
     return ids, weights
 
 
@@ -63,9 +65,8 @@ def _route(
         key = tl.where(key == best[:, None], _LOWEST, key)
     top = tl.max(tl.where(slot == 0, value, float("-inf")), 1)[:, None]
     mass = tl.exp(value - top)
-    if OVER_K:
-        total = tl.sum(tl.where(slot < K, mass, 0.0), 1)
-    else:
+    total = tl.sum(tl.where(slot < K, mass, 0.0), 1)
+    if not OVER_K:
         total = tl.sum(tl.where(column < E, tl.exp(logit - top), 0.0), 1)
     place = row.to(tl.int64)[:, None] * K + slot
     mask = (row < rows)[:, None] & (slot < K)

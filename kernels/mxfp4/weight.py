@@ -6,6 +6,7 @@ A nibble's low three bits are the magnitude 0, ½, 1, 1½, 2, 3, 4, 6; its top b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +24,27 @@ class Mxfp4Weight:
     data: Tensor
     scale: Tensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(.., N, K)."""
+        return *self.data.shape[:-1], self.data.shape[-1] * 2
+
+    @property
+    def kind(self) -> str:
+        """What stores it where 4 bits are not kept: plain numbers."""
+        return "F32"
+
+    def to(self, device: torch.device) -> Mxfp4Weight:
+        return Mxfp4Weight(self.data.to(device), self.scale.to(device))
+
+    def rows(self, index: Tensor) -> Mxfp4Weight:
+        """The rows of that order: index [n] i64."""
+        return Mxfp4Weight(self.data.index_select(-2, index), self.scale.index_select(-2, index))
+
+    def dequantize(self) -> Tensor:
+        """float32 [.., N, K], exactly."""
+        return unpack(self)
+
 
 def unpack(weight: Mxfp4Weight) -> Tensor:
     """The weight in float32 [.., N, K], exactly."""
@@ -39,7 +61,7 @@ def pack(weight: Tensor) -> Mxfp4Weight:
     largest = blocks.abs().amax(-1, keepdim=True)
     power = torch.where(largest > 0, torch.ceil(torch.log2(largest / MAGNITUDES[-1])), 0.0).clamp_(-127.0, 127.0)
     scaled = blocks / torch.exp2(power)
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)], device=weight.device)
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], device=weight.device)
     codes = torch.bucketize(scaled.abs(), middles).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
     codes = codes.flatten(-2)
     return Mxfp4Weight(codes[..., 0::2] | codes[..., 1::2] << 4, (power.squeeze(-1) + 127).to(torch.uint8))

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec import ops
 from specdec.errors import UnsupportedCheckpoint
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.quant.fp8 import Fp8Rows
 from specdec.quant.ggml import GgmlBlocks
 from specdec.quant.method import LinearMethod
@@ -17,7 +18,7 @@ from specdec.quant.none import Dense
 from specdec.quant.packed import Packed
 from specdec.quant.tiled import Tiled
 
-RawWeight = Tensor | GgmlBlocks | Fp8Rows
+RawWeight = Tensor | GgmlBlocks | Fp8Rows | Mxfp4Weight
 
 
 Method = Dense | Tiled | Packed

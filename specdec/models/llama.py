@@ -1,4 +1,4 @@
-"""The Llama decoder: also Mistral and Qwen2, which differ in biases and windows only."""
+"""The Llama decoder: also Mistral and Qwen2, which differ in biases and windows, and Qwen3-MoE and GPT-OSS, which have experts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.layers.attention import KVStore
-from specdec.layers.decoder import DecoderStack, Layer
+from specdec.layers.decoder import DecoderStack, Layer, MoELayer
 from specdec.layers.embedding import make_embedding
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
 from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
+from specdec.models.moe import build_layer
 from specdec.models.weights import Weights, check_all_used
 from specdec.quant.tiled import gather
 from specdec.types import Batch
@@ -33,9 +34,9 @@ class LlamaModel:
         build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
         embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
-        layers = [build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)]
+        layers = [build_layer(build, config, i) for i in range(config.num_layers)]
         self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
-        linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]
+        linears = [linear for layer in layers for linear in layer.linears]
         gather(dict.fromkeys([*(linear.method for linear in linears), self.lm_head.method, self.embedding.method]))
         self.stack = DecoderStack(layers, build.norm("model.norm"))
         check_all_used(weights, build.used, tied=config.tied)
@@ -59,7 +60,7 @@ class LlamaModel:
         return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> Sequence[Layer | MoELayer]:
         return self.stack.layers
 
     @property

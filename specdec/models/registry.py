@@ -39,13 +39,19 @@ class Family:
     """One architecture built on the Llama block.
 
     qkv_bias: True when q, k and v always carry biases (and o never), None when `attention_bias` of the config decides.
-    tied_by_default: `tie_word_embeddings` when the config does not say.
+    bias_by_default, tied_by_default: `attention_bias` and `tie_word_embeddings` when the config does not say.
+    qk_norm: queries and keys are normalised head by head. sinks: every query head has an attention sink.
+    experts: whose mixture of experts the layers have, "qwen3" or "gpt_oss"; None = dense.
     """
 
     architecture: str
     model_type: str
     qkv_bias: bool | None = None
+    bias_by_default: bool = False
     tied_by_default: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    experts: str | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -54,6 +60,8 @@ FAMILIES: Mapping[str, Family] = {
         Family("LlamaForCausalLM", "llama"),
         Family("MistralForCausalLM", "mistral", qkv_bias=False),
         Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
+        Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts="qwen3"),
+        Family("GptOssForCausalLM", "gpt_oss", bias_by_default=True, sinks=True, experts="gpt_oss"),
     )
 }
 

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.linear import RawWeight
 from specdec.models.jsonfile import read_json
 
+BLOCKS, SCALES = "_blocks", "_scales"  # what the two tensors of an MXFP4 weight end in
 # Old checkpoints carry RoPE tables as buffers; they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -81,7 +83,23 @@ class SafetensorsWeights:
         return by_file
 
     def names(self) -> Iterable[str]:
-        return self._where.keys()
+        """Scales of MXFP4 blocks are part of the tensor that is called after the blocks."""
+        return [n for n in self._where if not (n.endswith(SCALES) and n.removesuffix(SCALES) + BLOCKS in self._where)]
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...]) -> Mxfp4Weight:
+        """The weight of logical shape [.., N, K] whose nibbles are in `name` [.., N, K/32, 16], with the scales that belong to it."""
+        scales, blocks = name.removesuffix(BLOCKS) + SCALES, (*shape[:-1], shape[-1] // 32)
+        parts = []
+        for part, wanted in ((name, (*blocks, 16)), (scales, blocks)):
+            if part not in self._where:
+                raise missing(self.origin, part, wanted)
+            tensor = self.tensor(part)
+            if tuple(tensor.shape) != wanted or shape[-1] % 32:
+                raise wrong_shape(self.origin, part, tensor.shape, wanted)
+            if tensor.dtype is not torch.uint8:
+                raise UnsupportedCheckpoint(f"{self.origin}: tensor {part} has dtype {tensor.dtype}; MXFP4 is stored as uint8")
+            parts.append(tensor)
+        return Mxfp4Weight(parts[0].flatten(-2), parts[1])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor the source holds, whatever its shape and dtype."""
@@ -91,6 +109,8 @@ class SafetensorsWeights:
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
         if name not in self._where:
             raise missing(self.origin, name, shape)
+        if name.endswith(BLOCKS):
+            return self._mxfp4(name, shape)
         found = self._where[name].get_slice(name).get_shape()
         if tuple(found) != shape:
             raise wrong_shape(self.origin, name, found, shape)

@@ -56,7 +56,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(entry: tuple[str, Backend, 
                 assert torch.equal(w[:count].nan_to_num(), p.nan_to_num()), f"{op} {case.name}: {count} of {rows} rows"
 
 
-@pytest.mark.parametrize("entry", [e for e in MATRIX if e[1].fixed_order and not e[1].name.startswith("triton")], ids=label)  # one thread, interpreted
+@pytest.mark.parametrize(
+    "entry", [e for e in MATRIX if e[1].fixed_order and not e[1].name.startswith("triton")], ids=label
+)  # one thread, interpreted
 def test_bits_do_not_depend_on_the_thread_count(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry
     before = torch.get_num_threads()
