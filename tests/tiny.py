@@ -91,7 +91,7 @@ def tiny_config(*, two_groups: bool = False, tied: bool = False, **overrides: An
 
 def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a Llama-family checkpoint with this config, with its shape, in a fixed order."""
-    h, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    h, vocab = config["hidden_size"], config["vocab_size"]
     hd = config.get("head_dim") or h // config["num_attention_heads"]
     nq, nkv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
     qwen2 = config["model_type"] == "qwen2"

@@ -64,7 +64,8 @@ def _qwen3(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Experts:
     if f"{prefix}.gate_up_proj" in build.names:
         gate_up = _tensor(build, f"{prefix}.gate_up_proj", moe.experts, 2 * moe.inner, hidden)
         down = _tensor(build, f"{prefix}.down_proj", moe.experts, hidden, moe.inner)
-        return Experts(place(gate_up, build.device, build.dtype), place(down, build.device, build.dtype))
+        # copies, since the bits of the library's products depend on where a weight begins, and in a file that is anywhere
+        return Experts(place(gate_up, build.device, build.dtype).clone(), place(down, build.device, build.dtype).clone())
 
     def shards(names: tuple[str, ...], rows: int, columns: int) -> ExpertWeight:
         single = [[build.raw(f"{prefix}.{e}.{name}.weight", rows, columns) for name in names] for e in range(moe.experts)]
