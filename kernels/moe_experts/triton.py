@@ -13,10 +13,14 @@ are no atomics: an atomic sum would need the zeroing before and the rounding aft
 
 Two numbers. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s, and does 0.08 GFLOP; 64 tokens touch
 126 of 128 experts, 594 MB, 138 µs, 4.8 GFLOP (at 450 TFLOP/s: 11 µs). gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all
-reading up to hundreds of tokens, hence the narrow tiles: at one token gate|up of A3B is 8 experts × 24 tiles of 32 rows = 192 programs
-for 132 SMs, and three or four stages of 8 to 16 KB each keep some 40 KB in flight per SM, which is what 4.3 TB/s × 1 µs asks of each. What
-the pairs add: the float32 outputs, k·H·4 bytes a row, 4 MB at 64 rows, stay in L2. What 4-bit weights add is arithmetic: an SM has 6.9
-lane operations for each weight byte at that speed, and unpacking takes them (docs of `_numbers`).
+reading up to hundreds of tokens, hence few tokens a tile and no second reading of a weight: at one token gate|up of A3B is 8 experts × 12
+tiles of 2 × 64 rows = 96 programs for 132 SMs, down 256, and four stages of 16 and 8 KB keep more than 40 KB in flight per SM, which
+is what 4.3 TB/s × 1 µs asks of each. What the pairs add, float32 outputs of k·H·4 bytes a row, 4 MB at 64 rows, stays in L2.
+
+The other limit is unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loop of gate|up on
+sm_90 (counted in the code, all in) takes 3.8 instructions an FP8 weight, so reading is the limit; an MXFP4 weight takes 5.8 and an INT4
+weight 5.5 where 3.4 would be hidden, so these two are limited by arithmetic, MXFP4 at about 1.7 times the read time. What costs there: a
+product and its synchronisation for each group of 32 columns, 2.6 of the 5.8 is the unpacking itself.
 
 Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too.
 `moe_experts_fixed` keeps ROWS at 16: bits of a row then depend on the row alone.
@@ -37,11 +41,10 @@ from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.weight import BLOCK, Mxfp4Weight
-from specdec.kernels.triton_common import INTERPRET, INTERPRETED, dot
+from specdec.kernels.triton_common import INTERPRET, dot
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE, _FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(4))
-_GROUP = tl.constexpr(BLOCK)
 _MOST_EXPERTS = 2048
 _SORTED_AT_ONCE = 1024
 
@@ -104,7 +107,7 @@ def _form(weight: ExpertWeight, x: Tensor) -> _Form:
     if isinstance(weight, Tensor):
         return _Form(weight, weight, weight, {"KIND": _DENSE.value, "PACKED": 1, "GROUP": 0, "SCALE_ROWS": 1, "SCALES": 0})
     if isinstance(weight, Mxfp4Weight):
-        constants = {"KIND": _MXFP4.value, "PACKED": 2, "GROUP": 0, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
+        constants = {"KIND": _MXFP4.value, "PACKED": 2, "GROUP": BLOCK, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
         return _Form(weight.data, weight.scale, weight.scale, constants)
     if isinstance(weight, Int4Weight):
         constants = {"KIND": _INT4.value, "PACKED": 2, "GROUP": weight.group, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
@@ -116,23 +119,20 @@ def _fp8_form(weight: Fp8Weight) -> _Form:
     blocked, scales = weight.scale.dim() == 3, weight.scale[0].numel()
     rows = FP8_BLOCK if blocked else 1 if scales > 1 else weight.data.shape[1]
     group = FP8_BLOCK if blocked else weight.data.shape[2]
-    data = weight.data if _casts_fp8() else weight.data.view(torch.uint8)
-    return _Form(data, weight.scale, weight.scale, {"KIND": _FP8.value, "PACKED": 1, "GROUP": group, "SCALE_ROWS": rows, "SCALES": scales})
+    constants = {"KIND": _FP8.value, "PACKED": 1, "GROUP": group, "SCALE_ROWS": rows, "SCALES": scales}
+    return _Form(weight.data.view(torch.uint8), weight.scale, weight.scale, constants)
 
 
-def _casts_fp8() -> bool:
-    """Whether the target has e4m3 conversions; elsewhere, and in the interpreter, the kernel takes the bits apart."""
-    return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 89
+def _tiling(form: _Form, columns: int, itemsize: int) -> dict[str, int]:
+    """Weight rows a tile, columns a product and products an iteration, warps, stages: some 4 to 16 KB of weights a stage.
 
-
-def _tiling(form: _Form, columns: int, rows: int, itemsize: int) -> dict[str, int]:
-    """Weight rows and columns a tile, warps, stages: some 4 to 16 KB of weights a stage, whole groups of columns."""
+    64 rows and 4 warps: on Hopper the compiler then takes the warp-group product with the weights from registers, each unpacked once.
+    """
     kind, group = form.constants["KIND"], form.constants["GROUP"]
-    wide = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
-    if 0 < group < columns:
-        wide = min(wide, group)
-    tall = 32 if rows == 16 else 64
-    return {"TALL": tall, "WIDE": wide, "num_warps": 4, "num_stages": 2 if itemsize == 4 else 4}
+    unit = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
+    unit = min(unit, group) if 0 < group < columns or kind == _MXFP4.value else unit
+    units = max(n for n in range(1, 7) if columns // BLOCK % n == 0) if kind == _MXFP4.value else 1
+    return {"TALL": 64, "UNIT": unit, "UNITS": units, "num_warps": 4, "num_stages": 2 if itemsize == 4 else 4}
 
 
 def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, rows: int) -> Tensor:
@@ -146,13 +146,13 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, rows: int) -
     _sort[(count,)](ids, order, plan, pairs, blocks, count, BINS=triton.next_power_of_2(count + 1), CHUNK=_chunk(pairs), ROWS=rows)
     middle, outputs = x.new_empty(pairs, inner), torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     form, bias = _form(experts.gate_up, x), experts.gate_up_bias
-    tiles = _tiling(form, hidden, rows, x.element_size())
+    tiles = _tiling(form, hidden, x.element_size())
     _gate_up[(triton.cdiv(inner, tiles["TALL"]), blocks)](
         x, form.data, form.scale, form.zero, x if bias is None else bias, middle, order, plan, blocks, experts.limit or 0.0, experts.alpha,
         CHOICES=ids.shape[1], N=inner, K=hidden, ROWS=rows, BIAS=bias is not None, CUT=experts.limit is not None, **form.constants, **tiles,
     )  # fmt: skip
     form, bias = _form(experts.down, x), experts.down_bias
-    tiles = _tiling(form, inner, rows, x.element_size())
+    tiles = _tiling(form, inner, x.element_size())
     _down[(triton.cdiv(hidden, tiles["TALL"]), blocks)](
         middle, form.data, form.scale, form.zero, x if bias is None else bias, weights, outputs, order, plan, blocks,
         N=hidden, K=inner, ROWS=rows, BIAS=bias is not None, **form.constants, **tiles,
@@ -201,98 +201,119 @@ def _sort(ids, order, plan, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.
             start += tl.sum(fits, 0)
 
 
-@triton.jit
-def _e4m3(code, WIDE: tl.constexpr):
-    """Values of e4m3 codes (uint8, none NaN): the bits put where float32 has them, then a power of two repairs the exponent."""
-    bits = code.to(tl.int32)
-    return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(WIDE)  # 2^120
+_FROM_E4M3 = tl.constexpr("""{ .reg .b32 t, u;
+    prmt.b32 t, $1, 0, 0x1404;  shr.b32 u, t, 4;  and.b32 u, u, 0x07f007f0;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
+_FROM_LOW_E2M1 = tl.constexpr("""{ .reg .b32 t, u;
+    prmt.b32 t, $1, 0, 0x4140;  shl.b32 u, t, 6;  and.b32 u, u, 0x01c001c0;  shl.b32 t, t, 12;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
+_FROM_HIGH_E2M1 = tl.constexpr("""{ .reg .b32 t, u;
+    prmt.b32 t, $1, 0, 0x1404;  shr.b32 u, t, 6;  and.b32 u, u, 0x01c001c0;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
 
 
 @triton.jit
-def _e2m1(code, scale, WIDE: tl.constexpr):
-    """Values of e2m1 codes (uint8 below 16) times 2^(scale - 127), exact: as `_e4m3`. bfloat16 where there is arithmetic."""
-    if tl.bfloat16 == WIDE and not INTERPRET:
-        power = tl.where(scale == 255, 0x7FC0, tl.where(scale == 0, 0x0040, scale.to(tl.int16) << 7)).to(tl.int16)
-        bits = ((code & 8).to(tl.int16) << 12) | ((code & 7).to(tl.int16) << 6)
-        two_to_126 = tl.full([1], 0x7E80, tl.int16).to(tl.bfloat16, bitcast=True)
-        return bits.to(tl.bfloat16, bitcast=True) * two_to_126 * power.to(tl.bfloat16, bitcast=True)
+def _small(code, ASM: tl.constexpr):
+    """Two codes (uint8) at a time to bfloat16: sign, exponent and mantissa where it has them, bias not repaired."""
+    return tl.inline_asm_elementwise(ASM, "=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _e4m3(code, DTYPE: tl.constexpr):
+    """Values of e4m3 codes (uint8, none NaN); in bfloat16 on a card 2^-120 times them."""
+    if tl.bfloat16 == DTYPE and not INTERPRET:
+        return _small(code, _FROM_E4M3)
     else:
-        wide = scale.to(tl.int32)
-        power = tl.where(wide == 255, 0x7FC00000, tl.where(wide == 0, 0x00400000, wide << 23)).to(tl.float32, bitcast=True)
-        bits = ((code & 8).to(tl.int32) << 28) | ((code & 7).to(tl.int32) << 22)
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(WIDE)  # 2^126
+        bits = code.to(tl.int32)
+        return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
 
 
 @triton.jit
-def _numbers(
-    data,
-    scale,
-    zero,
-    row,
-    inside,
-    at,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Weight rows `row` [TALL], columns at … at + WIDE, in DTYPE [TALL, WIDE]; 0 outside. Scales of MXFP4 are in, others are not.
-
-    Instructions a weight, counted in the loop of the sm_90 code: see `bench/kernels_moe.py`.
-    """
-    if PACKED == 1:
-        column = at + tl.arange(0, WIDE)[None, :]
-        number = tl.load(data + row.to(tl.int64)[:, None] * K + column, mask=inside[:, None] & (column < K), other=0.0)
-        if number.dtype == tl.uint8:
-            return _e4m3(number, DTYPE)
-        else:
-            return number.to(DTYPE)
-    elif KIND == _INT4:
-        byte = at // 2 + tl.arange(0, WIDE // 2)[None, :]
-        code = tl.load(data + row.to(tl.int64)[:, None] * (K // 2) + byte, mask=inside[:, None] & (byte < K // 2), other=0)
-        shift = tl.load(zero + row * (K // GROUP) + at // GROUP, mask=inside, other=0).to(tl.float32)
-        both = tl.reshape(tl.join(code & 15, code >> 4), [row.shape[0], WIDE])
-        column = at + tl.arange(0, WIDE)[None, :]
-        return tl.where(column < K, both.to(tl.float32) - shift[:, None], 0.0).to(DTYPE)
+def _e2m1(code, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """Values of the e2m1 codes in the low or high nibbles (uint8); in bfloat16 on a card 2^-126 times them."""
+    if tl.bfloat16 == DTYPE and not INTERPRET:
+        return _small(code, _FROM_HIGH_E2M1 if HIGH else _FROM_LOW_E2M1)
     else:
-        group = at // _GROUP + tl.arange(0, WIDE // _GROUP)
-        byte = tl.arange(0, _GROUP // 2)[None, None, :]
-        mask = inside[:, None] & (group < K // _GROUP)[None, :]
-        blocks = row.to(tl.int64)[:, None] * (K // _GROUP) + group[None, :]
-        code = tl.load(data + blocks[:, :, None] * (_GROUP // 2) + byte, mask=mask[:, :, None], other=0)
-        power = tl.load(scale + blocks, mask=mask, other=127)[:, :, None]
-        low, high = _e2m1(code & 15, power, DTYPE), _e2m1(code >> 4, power, DTYPE)
-        return tl.reshape(tl.join(low, high), [row.shape[0], WIDE])
+        nibble = (code >> 4 if HIGH else code & 15).to(tl.int32)
+        bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
 
 
 @triton.jit
-def _scales(scale, row, inside, at, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
-    """The scale of columns at … of each row, f32 [TALL]."""
+def _lift(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """x times the root of what `_e4m3` and `_e2m1` leave out: once on the rows, which keeps the products out of the subnormals, and
+    once on the sums. DTYPE: of the rows."""
+    if tl.bfloat16 == DTYPE and not INTERPRET:
+        if KIND == _FP8:
+            x = (x.to(tl.float32) * 1.152921504606847e18).to(x.dtype)  # 2^60
+        if KIND == _MXFP4:
+            x = (x.to(tl.float32) * 9.223372036854775808e18).to(x.dtype)  # 2^63
+    return x
+
+
+@triton.jit
+def _rows(source, used, at, K: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
+    """Columns at … at + SPAN of the rows that start at source [ROWS]: [SPAN, ROWS]."""
+    column = at + tl.arange(0, SPAN)[:, None]
+    rows = tl.load(source[None, :] + column, mask=used[None, :] & (column < K), other=0.0)
+    return _lift(rows, KIND, rows.dtype)
+
+
+@triton.jit
+def _numbers(data, row, inside, at, K: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """Weight rows `row` [TALL], columns at … at + WIDE, as stored [TALL, WIDE], or in DTYPE if plain numbers; 0 outside."""
+    column = at + tl.arange(0, WIDE)[None, :]
+    number = tl.load(data + row.to(tl.int64)[:, None] * K + column, mask=inside[:, None] & (column < K), other=0)
+    return _e4m3(number, DTYPE) if KIND == _FP8 else number
+
+
+@triton.jit
+def _int4(data, zero, row, inside, at, K: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """code - zero of weight rows `row` [TALL], columns at … at + WIDE, in DTYPE [TALL, WIDE]."""
+    code = _numbers(data, row, inside, at // 2, K // 2, _INT4, WIDE // 2, DTYPE)
+    shift = tl.load(zero + row * (K // GROUP) + at // GROUP, mask=inside, other=0).to(tl.float32)
+    both = tl.reshape(tl.join(code & 15, code >> 4), [row.shape[0], WIDE])
+    return (both.to(tl.float32) - shift[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _scales(scale, row, inside, at, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
+    """The scale of columns at … of each row, f32 [TALL]. An E8M0 scale is an exponent, but for its ends: none is NaN, 0 is 0."""
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    return tl.load(scale + row // SCALE_ROWS * groups + at // GROUP, mask=inside, other=0.0).to(tl.float32)
+    stored = tl.load(scale + row // SCALE_ROWS * groups + at // GROUP, mask=inside, other=0)
+    return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True) if KIND == _MXFP4 else stored.to(tl.float32)
 
 
 @triton.jit
 def _add(
-    acc, x, data, scale, zero, row, inside, at,
-    K: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, WIDE: tl.constexpr,
+    acc, x, high_x, data, scale, zero, row, inside, at,
+    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """acc [TALL, ROWS] + the weights' columns at … at + WIDE times x [WIDE, ROWS]; scaled where scales differ along K."""
-    numbers = _numbers(data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, WIDE, x.dtype)
-    if GROUP > 0 and GROUP < K:
-        part = dot(numbers, x, tl.zeros_like(acc))
-        return acc + part * _scales(scale, row, inside, at, K, GROUP, SCALE_ROWS)[:, None]
+    """acc [TALL, ROWS] + the weights' columns at … at + UNIT times x [UNIT, ROWS]; scaled where scales differ along K.
+
+    MXFP4: x and high_x are the columns of the low and of the high nibbles, [UNIT / 2, ROWS] each.
+    """
+    SCALED: tl.constexpr = KIND == _MXFP4 or (GROUP > 0 and GROUP < K)
+    part = tl.zeros_like(acc) if SCALED else acc
+    if KIND == _MXFP4:
+        codes = _numbers(data, row, inside, at // 2, K // 2, KIND, UNIT // 2, x.dtype)
+        part = dot(_e2m1(codes, False, x.dtype), x, part)
+        part = dot(_e2m1(codes, True, x.dtype), high_x, part)
+    elif KIND == _INT4:
+        part = dot(_int4(data, zero, row, inside, at, K, GROUP, UNIT, x.dtype), x, part)
     else:
-        return dot(numbers, x, acc)
+        part = dot(_numbers(data, row, inside, at, K, KIND, UNIT, x.dtype), x, part)
+    if SCALED:
+        part = acc + part * _scales(scale, row, inside, at, K, KIND, GROUP, SCALE_ROWS)[:, None]
+    return part
 
 
 @triton.jit
-def _finish(acc, scale, bias, row, inside, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr):
-    """The sums with the scale that all of a row's columns share, and the bias."""
-    if GROUP >= K:
-        acc = acc * _scales(scale, row, inside, 0, K, GROUP, SCALE_ROWS)[:, None]
+def _finish(
+    acc, scale, bias, row, inside,
+    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The sums with what they lack: an exponent, the scale that all of a row's columns share, the bias."""
+    acc = _lift(acc, KIND, DTYPE)
+    if GROUP >= K and KIND != _MXFP4:
+        acc = acc * _scales(scale, row, inside, 0, K, KIND, GROUP, SCALE_ROWS)[:, None]
     if BIAS:
         acc = acc + tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
     return acc
@@ -310,7 +331,7 @@ def _gate_up(
     x, data, scale, zero, bias, middle, order, plan, blocks, limit, alpha,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
     KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
+    TALL: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows, blocks). middle [pairs, N] in the order of `order`."""
     block = tl.program_id(1)
@@ -325,15 +346,18 @@ def _gate_up(
         inside = row < N
         gate = tl.zeros([TALL, ROWS], tl.float32)
         up = tl.zeros([TALL, ROWS], tl.float32)
-        source = x + token.to(tl.int64)[None, :] * K
-        for at in range(0, K, WIDE):
-            column = at + tl.arange(0, WIDE)[:, None]
-            rows = tl.load(source + column, mask=used[None, :] & (column < K), other=0.0)
-            gate = _add(gate, rows, data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
-            up = _add(up, rows, data, scale, zero, row + N, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
+        source = x + token.to(tl.int64) * K
+        HALF: tl.constexpr = UNIT // 2 if KIND == _MXFP4 else 0
+        for begin in range(0, K, UNIT * UNITS):
+            for unit in tl.static_range(UNITS):
+                at = begin + unit * UNIT
+                rows = _rows(source, used, at, K, KIND, UNIT - HALF)
+                high = _rows(source, used, at + HALF, K, KIND, UNIT - HALF) if HALF else rows
+                gate = _add(gate, rows, high, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
+                up = _add(up, rows, high, data, scale, zero, row + N, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
         own = bias + expert.to(tl.int64) * (2 * N)
-        gate = _finish(gate, scale, own, row, inside, K, GROUP, SCALE_ROWS, BIAS)
-        up = _finish(up, scale, own, row + N, inside, K, GROUP, SCALE_ROWS, BIAS)
+        gate = _finish(gate, scale, own, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, x.dtype.element_ty)
+        up = _finish(up, scale, own, row + N, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, x.dtype.element_ty)
         if CUT:
             gate = tl.where(gate > limit, limit, gate)  # NaN stays
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -349,7 +373,7 @@ def _down(
     middle, data, scale, zero, bias, weights, outputs, order, plan, blocks,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
+    TALL: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL rows, blocks). outputs [pairs, N] f32 by pair: what the pair's expert says, times its weight."""
     block = tl.program_id(1)
@@ -362,12 +386,16 @@ def _down(
         row = tl.program_id(0) * TALL + tl.arange(0, TALL)
         inside = row < N
         acc = tl.zeros([TALL, ROWS], tl.float32)
-        source = middle + (start + entry).to(tl.int64)[None, :] * K
-        for at in range(0, K, WIDE):
-            column = at + tl.arange(0, WIDE)[:, None]
-            rows = tl.load(source + column, mask=used[None, :] & (column < K), other=0.0)
-            acc = _add(acc, rows, data, scale, zero, row, inside, at, K, KIND, PACKED, GROUP, SCALE_ROWS, WIDE)
-        acc = _finish(acc, scale, bias + expert.to(tl.int64) * N, row, inside, K, GROUP, SCALE_ROWS, BIAS)
+        source = middle + (start + entry).to(tl.int64) * K
+        HALF: tl.constexpr = UNIT // 2 if KIND == _MXFP4 else 0
+        for begin in range(0, K, UNIT * UNITS):
+            for unit in tl.static_range(UNITS):
+                at = begin + unit * UNIT
+                rows = _rows(source, used, at, K, KIND, UNIT - HALF)
+                high = _rows(source, used, at + HALF, K, KIND, UNIT - HALF) if HALF else rows
+                acc = _add(acc, rows, high, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
+        own = bias + expert.to(tl.int64) * N
+        acc = _finish(acc, scale, own, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, middle.dtype.element_ty)
         pair = tl.load(order + start + entry, mask=used, other=0)
         acc = acc * tl.load(weights + pair, mask=used, other=0.0)[None, :]
         tl.store(outputs + pair.to(tl.int64)[None, :] * N + row[:, None], acc, mask=used[None, :] & inside[:, None])

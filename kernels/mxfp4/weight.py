@@ -1,6 +1,9 @@
 """MXFP4: 4-bit floating-point numbers (e2m1) in blocks of 32 columns with one power of two each (E8M0).
 
 A nibble's low three bits are the magnitude 0, ½, 1, 1½, 2, 3, 4, 6; its top bit is the sign. A scale byte s is 2^(s - 127); 255 is NaN.
+
+Checkpoints keep neighbouring columns in a byte, the even one low. Here, repacked once at load, a block's 16 bytes hold its first 16 columns
+in their low nibbles and the other 16 in the high ones: unpacked one after the other, each half meets 16 neighbouring activations.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ NAN = 255  # scale byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weight:
-    """MXFP4 weight of any leading dimensions (experts) by N × K, K a multiple of 32. data: uint8 [.., N, K/2], byte b of a row holds
-    column 2b in its low and column 2b + 1 in its high nibble; scale: uint8 [.., N, K/32], E8M0."""
+    """MXFP4 weight of any leading dimensions (experts) by N × K, K a multiple of 32. data: uint8 [.., N, K/2], byte j of block b holds
+    column 32b + j in its low and column 32b + 16 + j in its high nibble; scale: uint8 [.., N, K/32], E8M0, none NaN: whoever reads a
+    file refuses those."""
 
     data: Tensor
     scale: Tensor
@@ -46,13 +50,24 @@ class Mxfp4Weight:
         return unpack(self)
 
 
+def repack(blocks: Tensor) -> Tensor:
+    """blocks uint8 [.., N, K/32, 16] as in a checkpoint -> `Mxfp4Weight.data`."""
+    return _join(torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2))
+
+
+def _join(codes: Tensor) -> Tensor:
+    """codes uint8 [.., N, K/32, 32], below 16 -> `Mxfp4Weight.data`."""
+    return (codes[..., :16] | codes[..., 16:] << 4).flatten(-2)
+
+
 def unpack(weight: Mxfp4Weight) -> Tensor:
     """The weight in float32 [.., N, K], exactly."""
     device = weight.data.device
     numbers = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], device=device)
     powers = torch.tensor([*(2.0 ** (s - 127) for s in range(NAN)), torch.nan], device=device)
-    codes = torch.stack((weight.data & 0x0F, weight.data >> 4), dim=-1).flatten(-2)
-    return (numbers[codes.int()].unflatten(-1, (-1, BLOCK)) * powers[weight.scale.int()].unsqueeze(-1)).flatten(-2)
+    blocks = weight.data.unflatten(-1, (-1, BLOCK // 2))
+    codes = torch.cat((blocks & 0x0F, blocks >> 4), dim=-1)
+    return (numbers[codes.int()] * powers[weight.scale.int()].unsqueeze(-1)).flatten(-2)
 
 
 def pack(weight: Tensor) -> Mxfp4Weight:
@@ -63,5 +78,4 @@ def pack(weight: Tensor) -> Mxfp4Weight:
     scaled = blocks / torch.exp2(power)
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], device=weight.device)
     codes = torch.bucketize(scaled.abs(), middles).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
-    codes = codes.flatten(-2)
-    return Mxfp4Weight(codes[..., 0::2] | codes[..., 1::2] << 4, (power.squeeze(-1) + 127).to(torch.uint8))
+    return Mxfp4Weight(_join(codes), (power.squeeze(-1) + 127).to(torch.uint8))

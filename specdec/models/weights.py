@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
-from specdec.kernels.mxfp4.weight import Mxfp4Weight
+from specdec.kernels.mxfp4.weight import NAN, Mxfp4Weight, repack
 from specdec.layers.linear import RawWeight
 from specdec.models.jsonfile import read_json
 
@@ -99,7 +99,9 @@ class SafetensorsWeights:
             if tensor.dtype is not torch.uint8:
                 raise UnsupportedCheckpoint(f"{self.origin}: tensor {part} has dtype {tensor.dtype}; MXFP4 is stored as uint8")
             parts.append(tensor)
-        return Mxfp4Weight(parts[0].flatten(-2), parts[1])
+        if bool((parts[1] == NAN).any()):
+            raise UnsupportedCheckpoint(f"{self.origin}: tensor {scales} has scales that are NaN (255); the file is damaged")
+        return Mxfp4Weight(repack(parts[0]), parts[1])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor the source holds, whatever its shape and dtype."""
