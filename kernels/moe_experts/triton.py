@@ -17,10 +17,10 @@ reading up to hundreds of tokens, hence few tokens a tile and no second reading 
 tiles of 2 × 64 rows = 96 programs for 132 SMs, down 256, and four stages of 16 and 8 KB keep more than 40 KB in flight per SM, which
 is what 4.3 TB/s × 1 µs asks of each. What the pairs add, float32 outputs of k·H·4 bytes a row, 4 MB at 64 rows, stays in L2.
 
-The other limit is unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loop of gate|up on
-sm_90 (counted in the code, all in) takes 3.8 instructions an FP8 weight, so reading is the limit; an MXFP4 weight takes 5.8 and an INT4
-weight 5.5 where 3.4 would be hidden, so these two are limited by arithmetic, MXFP4 at about 1.7 times the read time. What costs there: a
-product and its synchronisation for each group of 32 columns, 2.6 of the 5.8 is the unpacking itself.
+The other limit is unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loop of
+gate|up on sm_90 (counted in the code, all in) takes 3.8 instructions an FP8 weight, so reading is the limit; an MXFP4 weight takes 5.8 and
+an INT4 weight 5.5 where 3.4 would be hidden, so these two are limited by arithmetic, MXFP4 to about 1.7 times the read time if nothing
+else helps. What costs there: a product and its synchronisation for each group of 32 columns; 2.6 of the 5.8 are the unpacking itself.
 
 Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too.
 `moe_experts_fixed` keeps ROWS at 16: bits of a row then depend on the row alone.

@@ -74,9 +74,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def moe_calls() -> Iterator[tuple[Any, ...]]:
     """Arguments of moe_experts: every storage, few rows and many, the shapes of Qwen3-30B-A3B; MXFP4 with biases and cut, as GPT-OSS."""
     for kind, tokens, dtype in (
-        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "fp8 channel", "int4 32", "mxfp4")),
-        *((kind, 8192, torch.bfloat16) for kind in ("dense", "fp8 block", "mxfp4")),
-        *((kind, 4, torch.float16) for kind in ("fp8 block", "int4 32")),
+        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4")),
+        ("fp8 block", 8192, torch.bfloat16),
+        ("fp8 channel", 4, torch.float16),
         ("dense", 4, torch.float32),
     ):
         made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4", bias=kind == "mxfp4")
