@@ -64,7 +64,8 @@ DTYPE_CHOICES = ("auto", *DTYPES)
 _ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("device", _device, "auto, cpu, cuda or cuda:N"),
     ("dtype", str, "auto = float32 on the CPU, the checkpoint's on CUDA"),
-    ("quantization", str, "weight format to convert to at load"),
+    ("quantization", str, "fp8 converts unquantised weights at load, none makes any dense; absent = the checkpoint's own storage"),
+    ("act_dtype", str, "fp8 = FP8 weights meet activations rounded to FP8 (W8A8); auto = activations stay as they are"),
     ("kv_dtype", str, "auto = the activation dtype"),
     ("block_size", int, "tokens per KV block"),
     ("num_kv_blocks", int, "size of the KV pool in blocks"),

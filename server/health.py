@@ -68,6 +68,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": engine.max_model_len,
         "dtype": dtype,
         "kv_dtype": kv_dtype,
+        "quantization": engine.quantization,
         "deterministic": config.deterministic,
         "speculation": {"method": config.speculation.method, "verify": config.speculation.verify, "policy": config.speculation.policy},
     }

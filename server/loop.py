@@ -31,6 +31,7 @@ class Engine(Gauges, Protocol):
 
     config: EngineConfig
     model_name: str
+    quantization: str | None
     max_model_len: int
     vocab_size: int
     tokenizer: Any

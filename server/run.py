@@ -101,7 +101,7 @@ def _log_start(loop: EngineLoop, url: str) -> None:
     assert engine is not None
     c = engine.config
     log.info("model %s (%s), context %d tokens, %d sequences at a time", engine.model_name, c.model, engine.max_model_len, c.max_num_seqs)
-    log.info("dtype %s, kv %s, deterministic %s", *dtypes(engine), c.deterministic)
+    log.info("dtype %s, kv %s, weights %s, deterministic %s", *dtypes(engine), engine.quantization or "plain", c.deterministic)
     log.info("speculation %s, policy %s, verify %s", c.speculation.method, c.speculation.policy, c.speculation.verify)
     log.info("ready: %s/v1  (probes: /health /ready, metrics: /metrics)", url)
 

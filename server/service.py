@@ -101,7 +101,7 @@ class Service:
         engine = self.engine
         c = engine.config
         device = str(engine.runner.device)
-        facts = (__version__, engine.model_name, c.model, device, *dtypes(engine), c.quantization, c.deterministic)
+        facts = (__version__, engine.model_name, c.model, device, *dtypes(engine), c.quantization, c.act_dtype, c.deterministic)
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> str:

@@ -40,6 +40,7 @@ class Parts:
     """Everything an engine is made of; each part knows nothing of the engine."""
 
     name: str
+    quantization: str | None
     model_config: ModelConfig
     tokenizer: Tokenizer
     max_model_len: int
@@ -73,6 +74,7 @@ def load_target(config: EngineConfig) -> LoadedModel:
         device=resolve_device(config.device),
         dtype=config.dtype,
         quantization=config.quantization,
+        act_dtype=config.act_dtype,
         deterministic=config.deterministic,
         load_format=config.load_format,
         seed=config.seed,
@@ -129,6 +131,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     proposers = create_for(context)
     return Parts(
         name=os.path.basename(os.path.normpath(config.model)),
+        quantization=loaded.quantization,
         model_config=loaded.config,
         tokenizer=loaded.tokenizer,
         max_model_len=size.max_model_len,

@@ -16,6 +16,7 @@ from specdec.errors import ConfigError
 
 METHODS = ("auto", "off", "ngram", "suffix", "draft_model", "eagle3", "peagle")
 TEST_METHODS = ("oracle", "wrong", "mix")  # ordinary proposers, for tests and benchmarks of the machinery
+ACT_DTYPES = ("auto", "fp8")  # what meets quantised weights
 VERIFY_MODES = ("coupled", "rejection", "block", "synthetic")
 GREEDY_BELOW = 1e-6  # temperatures that count as 0
 FORBIDDEN = -100.0  # the bias that OpenAI's interface bans a token with
@@ -226,6 +227,10 @@ class EngineConfig:
     """How to run a model. Sizes: tokens, sequences, bytes as named.
 
     device: "auto" | "cpu" | "cuda". dtype: "auto" = float32 on the CPU, the checkpoint's (else bfloat16) on CUDA.
+    quantization: None = the checkpoint's own storage, "fp8" converts an unquantised one at load, "none" makes any dense.
+    act_dtype: what FP8 weights are multiplied by: "auto" = activations as they are (W8A16), "fp8" = rounded to e4m3, each row by its own
+    largest magnitude (W8A8: faster from some hundred rows on, further from the unquantised model). It is fixed here and never
+    depends on the number of rows.
     kv_dtype: "auto" = activation dtype. block_size: tokens per KV block.
     num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
     max_model_len: None = the model's limit, lowered to what the pool can hold.
@@ -238,6 +243,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    act_dtype: str = "auto"
     kv_dtype: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -277,6 +283,7 @@ class EngineConfig:
         for name, (kind, wanted) in kinds.items():
             value = getattr(self, name)
             check.require(isinstance(value, kind), f"{name} must be {wanted}, got {value!r}", name, ConfigError)
+        check.require(self.act_dtype in ACT_DTYPES, f"act_dtype must be one of {', '.join(ACT_DTYPES)}", "act_dtype", ConfigError)
         check.require(self.load_format in ("auto", "dummy"), "load_format must be 'auto' or 'dummy'", "load_format", ConfigError)
 
     def with_(self, **changes: Any) -> EngineConfig:

@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, parts: Parts):
         self.config = config
-        self.model_name = parts.name
+        self.model_name, self.quantization = parts.name, parts.quantization
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
         self.vocab_size = parts.model_config.vocab_size

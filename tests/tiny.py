@@ -94,7 +94,7 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     h, vocab = config["hidden_size"], config["vocab_size"]
     hd = config.get("head_dim") or h // config["num_attention_heads"]
     nq, nkv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
-    qwen2 = config["model_type"] == "qwen2"
+    qwen2, qwen3 = config["model_type"] == "qwen2", config["model_type"] in ("qwen3", "qwen3_moe")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, h)}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -104,8 +104,8 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if (config.get("attention_bias") or qwen2) and not (qwen2 and name == "o_proj"):
                 shapes[f"{prefix}self_attn.{name}.bias"] = shape[:1]
         shapes |= _mlp_shapes(config, f"{prefix}mlp.", i)
-        if config["model_type"] == "qwen3_moe":
-            shapes |= {f"{prefix}self_attn.{n}_norm.weight": (hd,) for n in "qk"}
+        if qwen3:
+            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (hd,) for name in "qk"}
         if config["model_type"] == "gpt_oss":
             shapes[f"{prefix}self_attn.sinks"] = (config["num_attention_heads"],)
         shapes[f"{prefix}input_layernorm.weight"] = (h,)

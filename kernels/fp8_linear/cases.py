@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
 from specdec.kernels.case import Case, randn
+from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
 
 LAYOUTS = ("tensor", "channel", "block")
 SHAPES = (

@@ -27,8 +27,8 @@ class Fp8Weight:
 
     @property
     def kind(self) -> str:
-        """Of the CPU tiles that hold it exactly; blocks have none and become plain numbers."""
-        return "F32" if self.blocked else "F8"
+        """Of the tiles that hold it, where scales do not belong to blocks."""
+        return "F8"
 
     @property
     def blocked(self) -> bool:

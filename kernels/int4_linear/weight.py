@@ -28,8 +28,8 @@ class Int4Weight:
 
     @property
     def kind(self) -> str:
-        """What stores it where 4 bits are not kept: plain numbers."""
-        return "F32"
+        """How errors call it."""
+        return "int4"
 
     @property
     def nbytes(self) -> int:

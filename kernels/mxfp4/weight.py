@@ -43,6 +43,7 @@ class Mxfp4Weight:
 
     def rows(self, index: Tensor) -> Mxfp4Weight:
         """The rows of that order: index [n] i64."""
+        index = index.to(self.data.device)
         return Mxfp4Weight(self.data.index_select(-2, index), self.scale.index_select(-2, index))
 
     def dequantize(self) -> Tensor:

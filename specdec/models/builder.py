@@ -45,7 +45,10 @@ class LayerSizes(Protocol):
 
 
 class Builder:
-    """Turns checkpoint tensors into layers and remembers which were used. Norms and biases are never packed. keep: see `make_linear`."""
+    """Turns checkpoint tensors into layers and remembers which were used. Norms and biases are never packed.
+
+    keep, act_fp8: see `make_linear`.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,11 @@ class Builder:
         dtype: torch.dtype,
         deterministic: bool,
         keep: bool = False,
+        act_fp8: bool = False,
     ):
         self.sizes, self.weights, self.rotary = sizes, weights, rotary
-        self.device, self.dtype, self.deterministic, self.keep = device, dtype, deterministic, keep
+        self.device, self.dtype, self.deterministic = device, dtype, deterministic
+        self.keep, self.act_fp8 = keep, act_fp8
         self.used: set[str] = set()
         self.names = frozenset(weights.names())
 
@@ -83,7 +88,15 @@ class Builder:
         shards = [self.raw(f"{name}.weight", n, columns) for name, n in zip(names, rows, strict=True)]
         biases = [self.dense(f"{name}.bias", n) for name, n in zip(names, rows, strict=True)] if bias else None
         stacked = torch.cat(biases) if biases else None
-        return make_linear(shards, stacked, device=self.device, dtype=self.dtype, deterministic=self.deterministic, keep=self.keep)
+        return make_linear(
+            shards,
+            stacked,
+            device=self.device,
+            dtype=self.dtype,
+            deterministic=self.deterministic,
+            keep=self.keep,
+            act_fp8=self.act_fp8,
+        )
 
     def layer(self, prefix: str, index: int, *, columns: int | None = None) -> Layer:
         """Decoder layer `index`, whose tensors are called `prefix`.*; `columns`: inputs of q, k and v, None = the hidden size."""

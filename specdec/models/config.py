@@ -9,7 +9,7 @@ from typing import Any
 from specdec.errors import UnsupportedCheckpoint
 from specdec.models.config_values import integer, number
 from specdec.models.moe_config import MoEConfig, moe_to_hf, read_moe
-from specdec.models.registry import FAMILIES, family_of
+from specdec.models.registry import FAMILIES, Family, family_of
 from specdec.models.rope_config import RopeConfig, read_rope, rope_to_hf
 from specdec.types import KVGroup
 
@@ -78,11 +78,6 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read config.json (and generation_config.json). Raises UnsupportedCheckpoint naming the key that is wrong."""
         family = family_of(config)
-        method = (config.get("quantization_config") or config.get("compression_config") or {"quant_method": None}).get("quant_method", "")
-        if method is not None and (method, family.experts) != ("mxfp4", "gpt_oss"):
-            raise UnsupportedCheckpoint(
-                f"quantization_config: method {method!r} is not supported; use an unquantised checkpoint or a GGUF file"
-            )
         act = config.get("hidden_act", "silu")
         if act not in ("silu", "swish"):
             raise UnsupportedCheckpoint(f"hidden_act: {act!r} is not supported, only 'silu'")
@@ -92,7 +87,7 @@ class ModelConfig:
         kv_heads = integer(config, "num_key_value_heads", 1, heads, default=heads)
         if heads % kv_heads:
             raise UnsupportedCheckpoint(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
-        head_dim = integer(config, "head_dim", 2, 4096, default=hidden // heads)
+        head_dim = integer(config, "head_dim", 2, 4096, default=family.head_dim or hidden // heads)
         if head_dim % 2:
             raise UnsupportedCheckpoint(f"head_dim: {head_dim} is odd, RoPE rotates pairs")
         vocab = integer(config, "vocab_size", 1, 1 << 24)
@@ -112,11 +107,11 @@ class ModelConfig:
             tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
             qkv_bias=family.qkv_bias if family.qkv_bias is not None else attention_bias,
             o_bias=attention_bias and family.qkv_bias is None,
-            mlp_bias=bool(config.get("mlp_bias", False)) and family.qkv_bias is None,
+            mlp_bias=bool(config.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
             sinks=family.sinks,
             moe=read_moe(config, family.experts, layers),
-            windows=_windows(config, family.model_type, layers),
+            windows=_windows(config, family, layers),
             eos_ids=_eos_ids(config, generation_config or {}, vocab),
             bos_id=config.get("bos_token_id"),
             dtype=_dtype(config),
@@ -157,24 +152,23 @@ class ModelConfig:
         return config if self.moe is None else config | moe_to_hf(self.moe, family.experts)
 
 
-def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
+def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
     """Attention window by layer. Qwen lists one even when `use_sliding_window` is false; it then means nothing."""
-    types, qwen = config.get("layer_types"), model_type in ("qwen2", "qwen3_moe")
-    if qwen or model_type == "mistral":  # what these mean when the key is absent
-        config = {"sliding_window": 4096, **config}
-    if model_type == "gpt_oss" and config.get("sliding_window", 128) is not None:
-        config = {"sliding_window": 128, **config}
+    types = config.get("layer_types")
+    if family.window is not None:  # what they mean when the key is absent
+        config = {"sliding_window": 128 if family.window == "alternating" else 4096, **config}
+    if family.window == "alternating" and config["sliding_window"] is not None:
         types = types or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-    active = config.get("use_sliding_window", False) if qwen else config.get("sliding_window") is not None
+    switched = family.window in ("switched", "switched for all")
+    active = config.get("use_sliding_window", False) if switched else config.get("sliding_window") is not None
     if not active:
         if types and any(t != "full_attention" for t in types):
             raise UnsupportedCheckpoint(f"config.json: layer_types {sorted(set(types))} without an active sliding_window")
         return (None,) * layers
     window = integer(config, "sliding_window", 1, 1 << 26)
     if types is None:
-        first = integer(config, "max_window_layers", 0, 1024, default=28) if model_type == "qwen2" else 0
-        sliding = qwen or model_type == "mistral"  # other architectures ignore a bare sliding_window
-        return tuple(window if sliding and i >= first else None for i in range(layers))
+        first = integer(config, "max_window_layers", 0, 1024, default=28) if family.window == "switched" else 0
+        return tuple(window if family.window is not None and i >= first else None for i in range(layers))
     if len(types) != layers or any(t not in ("full_attention", "sliding_attention") for t in types):
         raise UnsupportedCheckpoint(f"config.json: layer_types must name full_attention or sliding_attention for each of {layers} layers")
     return tuple(window if t == "sliding_attention" else None for t in types)

@@ -1,4 +1,4 @@
-"""The Llama decoder: also Mistral and Qwen2, which differ in biases and windows, and Qwen3-MoE and GPT-OSS, which have experts."""
+"""The Llama decoder: also Mistral, Qwen2 and Qwen3, which differ in biases, windows and head norms, and their kin with experts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,30 @@ from specdec.types import Batch
 
 
 class LlamaModel:
-    """Weights and forward pass. All tensors on `device`; activations in `dtype`; logits always float32."""
+    """Weights and forward pass. All tensors on `device`; activations in `dtype`; logits always float32. act_fp8: see `make_linear`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, device: torch.device, dtype: torch.dtype, deterministic: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+        act_fp8: bool = False,
+    ):
         self.config = config
         self.device = device
         self.dtype = dtype
         self.deterministic = deterministic
         rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
-        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic)
-        embedding = build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embedding = make_embedding(embedding, device=device, dtype=dtype, deterministic=deterministic)
+        build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, act_fp8=act_fp8)
+        self.embedding = make_embedding(
+            build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size),  # no name keeps the file's copy alive
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         layers = [build_layer(build, config, i) for i in range(config.num_layers)]
         self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
         linears = [linear for layer in layers for linear in layer.linears]

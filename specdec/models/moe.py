@@ -79,8 +79,8 @@ def _gpt_oss(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Expert
     gate_up_bias = _tensor(build, f"{prefix}.gate_up_proj_bias", moe.experts, 2 * moe.inner)[:, halves].to(build.device, build.dtype)
     down_bias = _tensor(build, f"{prefix}.down_proj_bias", moe.experts, hidden).to(build.device, build.dtype)
     return Experts(
-        _stacked(build, f"{prefix}.gate_up_proj", (moe.experts, 2 * moe.inner, hidden), halves),
-        _stacked(build, f"{prefix}.down_proj", (moe.experts, hidden, moe.inner), None),
+        _stacked(build, f"{prefix}.gate_up_proj", (moe.experts, 2 * moe.inner, hidden), halves, moe.mxfp4),
+        _stacked(build, f"{prefix}.down_proj", (moe.experts, hidden, moe.inner), None, moe.mxfp4),
         gate_up_bias,
         down_bias,
         limit=moe.limit,
@@ -88,10 +88,12 @@ def _gpt_oss(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Expert
     )
 
 
-def _stacked(build: Builder, name: str, shape: tuple[int, int, int], order: Tensor | None) -> ExpertWeight:
-    """All experts E × N × K: MXFP4 blocks, or plain numbers, which are stored [E,K,N]. order: of the rows, None = as they are."""
+def _stacked(build: Builder, name: str, shape: tuple[int, int, int], order: Tensor | None, packed: bool) -> ExpertWeight:
+    """All experts E × N × K: MXFP4 blocks, or plain numbers, which are stored [E,K,N]. order: of the rows, None = as they are.
+
+    packed: the config promises MXFP4."""
     experts, rows, columns = shape
-    if name + BLOCKS in build.names:
+    if packed or name + BLOCKS in build.names:
         weight = build.raw(name + BLOCKS, *shape)
         if isinstance(weight, Mxfp4Weight):
             return (weight if order is None else weight.rows(order)).to(build.device)

@@ -15,7 +15,8 @@ class MoEConfig:
     """The mixture of experts of a model: `experts` of which every token takes `per_token`, each with `inner` units.
 
     layers: which layers have one, the others are dense. renormalise: the weights of the chosen experts add up to 1.
-    limit, alpha: of GPT-OSS's clamped activation; limit None = SwiGLU. bias: of router and experts.
+    limit, alpha: of GPT-OSS's clamped activation; limit None = SwiGLU. bias: of router and experts. mxfp4: the config says that the
+    experts are stored so.
     """
 
     experts: int
@@ -26,6 +27,7 @@ class MoEConfig:
     limit: float | None = None
     alpha: float = 1.0
     bias: bool = False
+    mxfp4: bool = False
 
 
 def read_moe(config: Mapping[str, Any], kind: str | None, layers: int) -> MoEConfig | None:
@@ -39,7 +41,8 @@ def read_moe(config: Mapping[str, Any], kind: str | None, layers: int) -> MoECon
     if kind == "gpt_oss":
         limit, alpha = number(config, "swiglu_limit", 0.0, 1e6, default=7.0), number(config, "swiglu_alpha", 0.0, 1e6, default=1.702)
         inner = integer(config, "intermediate_size", 1, 1 << 22)
-        return MoEConfig(experts, chosen, inner, (True,) * layers, limit=limit, alpha=alpha, bias=True)
+        mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+        return MoEConfig(experts, chosen, inner, (True,) * layers, limit=limit, alpha=alpha, bias=True, mxfp4=mxfp4)
     step, dense = integer(config, "decoder_sparse_step", 1, 1024, default=1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise UnsupportedCheckpoint(f"config.json: mlp_only_layers must be a list of layers, got {dense!r}")

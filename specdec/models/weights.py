@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,11 @@ from specdec.models.jsonfile import read_json
 BLOCKS, SCALES = "_blocks", "_scales"  # what the two tensors of an MXFP4 weight end in
 # Old checkpoints carry RoPE tables as buffers; they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+UNREAD: Mapping[str, str] = {
+    **dict.fromkeys(("input_scale", "output_scale"), "activations are not quantised, or each row by its own largest magnitude"),
+    **dict.fromkeys(("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale"), "they scale FP8 attention and an FP8 KV cache"),
+}
+"""Last names of tensors beside quantised ones that a model may leave alone, and why nothing of it is lost."""
 
 
 class Weights(Protocol):
@@ -29,7 +33,7 @@ class Weights(Protocol):
         ...
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        """The tensor, on the CPU; UnsupportedCheckpoint naming the tensor when it is absent or has another shape."""
+        """The tensor, on whatever device; UnsupportedCheckpoint naming the tensor when it is absent or has another shape."""
         ...
 
 
@@ -43,7 +47,7 @@ def wrong_shape(origin: str, name: str, found: Iterable[int], shape: tuple[int, 
 
 def check_all_used(weights: Weights, used: set[str], *, tied: bool) -> None:
     """Refuse a checkpoint with tensors the model did not take: running without them would be another model."""
-    extra = {n for n in weights.names() if n not in used and not n.endswith(_IGNORED_SUFFIXES)}
+    extra = {n for n in weights.names() if n not in used and not n.endswith(_IGNORED_SUFFIXES) and n.rpartition(".")[2] not in UNREAD}
     if tied:
         extra.discard("lm_head.weight")  # a copy of the embedding in some exports
     if extra:
@@ -103,18 +107,26 @@ class SafetensorsWeights:
             raise UnsupportedCheckpoint(f"{self.origin}: tensor {scales} has scales that are NaN (255); the file is damaged")
         return Mxfp4Weight(repack(parts[0]), parts[1])
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, from the file's header; None where there is none of this name."""
+        return tuple(self._where[name].get_slice(name).get_shape()) if name in self._where else None
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor the source holds is of plain numbers, from the file's header."""
+        return self._where[name].get_slice(name).get_dtype() in ("F32", "F16", "BF16")
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor the source holds, whatever its shape and dtype."""
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        if name not in self._where:
+        found = self.shape_of(name)
+        if found is None:
             raise missing(self.origin, name, shape)
         if name.endswith(BLOCKS):
             return self._mxfp4(name, shape)
-        found = self._where[name].get_slice(name).get_shape()
-        if tuple(found) != shape:
+        if found != shape:
             raise wrong_shape(self.origin, name, found, shape)
         tensor = self.tensor(name)
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -155,27 +167,3 @@ def _open(file: Path) -> Any:
         raise UnsupportedCheckpoint(f"{file}: this shard of the checkpoint is missing") from None
     except (SafetensorError, OSError) as err:
         raise UnsupportedCheckpoint(f"{file}: not a readable safetensors file (corrupt or truncated): {err}") from err
-
-
-class DummyWeights:
-    """Seeded random weights for any shape asked for (`load_format="dummy"`): speed and memory tests without a checkpoint.
-
-    Standard deviation 0.02·√(768 / in), so activations stay finite at any width; norms are 1, biases 0.
-    """
-
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32):
-        self.origin = f"dummy weights (seed {seed})"
-        self._seed = seed
-        self._dtype = dtype
-
-    def names(self) -> Iterable[str]:
-        return ()
-
-    def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype)
-        if len(shape) == 1:
-            return torch.zeros(shape, dtype=self._dtype)
-        key = int.from_bytes(hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(key)
-        return torch.randn(shape, generator=generator).mul_(0.02 * (768 / shape[1]) ** 0.5).to(self._dtype)

@@ -169,6 +169,7 @@ def test_method_name_for_speculation() -> None:
         **{key: ["yes", 1, None] for key in ("deterministic", "enable_prefix_caching", "trace")},
         **{key: [5, None] for key in ("device", "dtype", "kv_dtype")},
         "quantization": [5, True],
+        "act_dtype": ["int8", 8, None, []],
     }.items(),
 )
 def test_bad_engine_settings(field: str, values: list[Any]) -> None:

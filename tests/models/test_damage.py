@@ -10,6 +10,7 @@ import pytest
 from specdec.errors import UnsupportedCheckpoint
 from specdec.models.load import load_model
 from tests.models.tiny_gguf import write_tiny_gguf
+from tests.models.tiny_quantized import FORMATS, write_quantized
 from tests.tiny import write_tiny
 
 ROUNDS = 40
@@ -35,6 +36,16 @@ def test_gguf_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     write_tiny_gguf(path)
     assert refusals(path, path, path.read_bytes().find(b"token_embd.weight") + 1500, seed=0) > ROUNDS // 10
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "awq", "ct int4, asymmetric"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_quantised(tmp_path: Path, form: str, name: str) -> None:
+    write_quantized(tmp_path / "q", FORMATS[form])
+    file = tmp_path / "q" / name
+    data = file.read_bytes()
+    end = int.from_bytes(data[:8], "little") + 8 if name.endswith(".safetensors") else len(data)
+    assert refusals(tmp_path / "q", file, end, seed=2) > ROUNDS // 10
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])

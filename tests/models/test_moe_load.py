@@ -16,14 +16,16 @@ from specdec.errors import ConfigError, UnsupportedCheckpoint
 from specdec.kernels.fp8_linear.cases import random_fp8
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.cases import random_int4
+from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.moe_experts.weight import dense_expert
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.decoder import MoELayer
 from specdec.models.load import load_model
 from specdec.quant.experts import stack_experts
 from specdec.train.capture import DenseTarget
+from tests.models.tiny_quantized import BLOCKS, FORMATS, write_quantized
 from tests.oracle import run_logits
-from tests.tiny import GPT_OSS, QWEN3_MOE, write_tiny
+from tests.tiny import GPT_OSS, QWEN3_MOE, tiny_config, write_tiny
 
 IDS = [(7 * i * i + 13 * i + 5) % 400 for i in range(40)]
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1 by code
@@ -161,7 +163,7 @@ def wide_blocks(tensors: dict[str, Tensor]) -> None:
     ("change", "named"),
     [
         (drop_scales, r"down_proj_scales \[5, 64, 3\] is missing"),
-        (drop_blocks, r"down_proj \[5, 96, 64\] is missing"),
+        (drop_blocks, r"down_proj_blocks \[5, 64, 96\] is missing"),
         (cut_scales, r"down_proj_scales has shape \[5, 64, 2\]"),
         (wide_blocks, r"down_proj_blocks has dtype torch.float32; MXFP4 is stored as uint8"),
     ],
@@ -212,3 +214,40 @@ def test_int4_experts_are_stacked_exactly(groups: tuple[int, int]) -> None:
     assert isinstance(stacked, Tensor) == (groups[0] != groups[1])
     for e, shards in enumerate(single):
         assert torch.equal(dense_expert(stacked, e), torch.cat([shard.dequantize() for shard in shards]))
+
+
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [("fp8 blocks", Fp8Weight), ("ct fp8 dynamic", Fp8Weight), ("fp8 static", Fp8Weight), ("awq", Int4Weight), ("ct int4", Int4Weight)],
+)
+def test_quantised_experts_equal_the_values_they_stand_for(tmp_path: Path, name: str, storage: type) -> None:
+    """Every expert quantised for itself, as published checkpoints are; stacked, they stay in their storage."""
+    dense = write_quantized(tmp_path / "m", FORMATS[name], **QWEN3_MOE | {"moe_intermediate_size": 128})
+    found, expected = load_model(tmp_path / "m").model, load_model(dense).model
+    layer = found.layers[0]
+    assert isinstance(layer, MoELayer) and isinstance(layer.moe.experts.gate_up, storage) and isinstance(layer.moe.experts.down, storage)
+    torch.testing.assert_close(run_logits(found, IDS), run_logits(expected, IDS), atol=5e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [QWEN3_MOE, GPT_OSS], ids=["qwen3_moe", "gpt_oss"])
+def test_a_config_alone_gives_a_dummy(tmp_path: Path, kind: dict, packed: bool) -> None:
+    """Random experts in the storage that the config names, of a size at which activations stay finite."""
+    method = {"quant_method": "mxfp4"} if kind is GPT_OSS else BLOCKS
+    config = tiny_config(**kind) | ({"quantization_config": method} if packed else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, load_format="dummy").model
+    layer = model.layers[0]
+    assert isinstance(layer, MoELayer)
+    assert type(layer.moe.experts.down) is ((Mxfp4Weight if kind is GPT_OSS else Fp8Weight) if packed else Tensor)
+    logits = run_logits(model, IDS)
+    assert logits.isfinite().all() and 1e-3 < logits.std() < 10.0
+
+
+def test_experts_are_converted_to_fp8_at_load(tmp_path: Path) -> None:
+    directory = write_tiny(tmp_path, seed=3, **QWEN3_MOE)
+    converted, plain = (load_model(directory, quantization=q).model for q in ("fp8", None))
+    layer = converted.layers[0]
+    assert isinstance(layer, MoELayer) and isinstance(layer.moe.experts.gate_up, Fp8Weight)
+    difference = (run_logits(converted, IDS) - run_logits(plain, IDS)).abs()
+    assert 0.0 < difference.mean() < 0.5

@@ -34,6 +34,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear_rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "two_groups": {"two_groups": True},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tied": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tied": True},
+    "qwen3_biases_and_wide_heads": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": True,
+        "head_dim": 32,
+        "rope_theta": 1e6,
+    },
+    "qwen3_window": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
     "mistral_window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
     "mistral_full": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
     "yarn_rope": {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}},
@@ -61,7 +76,7 @@ def test_deterministic_mode_matches_too(tmp_path: Path, variant: str) -> None:
     assert_parity(run_logits(loaded.model, IDS), oracle_logits(oracle(directory), IDS))
 
 
-@pytest.mark.parametrize("variant", ["gqa", "tied", "two_groups", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["gqa", "tied", "two_groups", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_deterministic_bits_do_not_depend_on_chunks(tmp_path: Path, variant: str) -> None:
     model = load_model(write_tiny(tmp_path, seed=3, **VARIANTS[variant]), deterministic=True).model
     whole = run_logits(model, IDS)

@@ -61,7 +61,7 @@ class FakeEngine:
         gate: Callable[[], None] = lambda: None,
     ):
         self.config = config or EngineConfig(model="fake", speculation=SpecConfig(method="ngram"))
-        self.model_name = "fake"
+        self.model_name, self.quantization = "fake", None
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB
         self.tokenizer = FakeTokenizer()

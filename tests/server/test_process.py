@@ -172,6 +172,7 @@ IMPOSSIBLE = [
     (["--drain-timeout=-1"], "--drain-timeout"),
     (["--tensor-parallel-size", "2"], "tensor_parallel_size"),
     (["--load-format", "odd"], "load_format"),
+    (["--act-dtype", "int8"], "act_dtype"),
     (["--max-num-seqs", "0"], "max_num_seqs"),
     (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization"),
 ]

@@ -53,7 +53,9 @@ def test_the_model_card_shows_resolved_dtypes(tiny: Served) -> None:
     engine = tiny.loop.engine
     assert engine is not None and engine.config.dtype == engine.config.kv_dtype == "auto"
     (card,) = tiny.http.get("/v1/models").json()["data"]
-    assert (card["dtype"], card["kv_dtype"]) == ("float32", "float32") and card == tiny.http.get("/v1/models/t0").json()
+    assert (card["dtype"], card["kv_dtype"], card["quantization"]) == ("float32", "float32", None) and card == tiny.http.get(
+        "/v1/models/t0"
+    ).json()
 
 
 def test_stream_and_whole_agree(tiny: Served) -> None:
