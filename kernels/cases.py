@@ -16,6 +16,7 @@ from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
+from specdec.kernels.moe_experts import cases as moe
 
 
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
@@ -213,4 +214,5 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "philox_uniform": _noise,
     **fp8.CASES,
     **int4.CASES,
+    **moe.CASES,
 }

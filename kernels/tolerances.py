@@ -23,4 +23,6 @@ TOLERANCE: dict[str, float] = {
     "int4_linear": 8e-3,  # as fp8_linear
     "quantize_fp8": 0.0,  # the same divisions and roundings
     "fp8_fp8_linear": 8e-3,  # as fp8_linear
+    "moe_route": 1e-6,  # exp, order of the sum; ids exactly
+    "moe_experts": 2e-5,  # order of the sums over K, twice in a row
 }

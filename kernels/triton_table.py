@@ -9,6 +9,8 @@ from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
 from specdec.kernels.int4_linear import triton as int4
 from specdec.kernels.linear import triton as linear
+from specdec.kernels.moe_experts import triton as experts
+from specdec.kernels.moe_route import triton as route
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
 from specdec.kernels.quantize_fp8 import triton as quantize
@@ -48,6 +50,9 @@ BACKENDS: dict[str, Backend] = {
     "tree_attention": _backend(attention.tree_attention, attention.rejects, fixed_order=False),
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
+    "moe_route": _backend(route.moe_route, route.rejects),
+    "moe_experts": _backend(experts.moe_experts, experts.rejects, fixed_order=False),
+    "moe_experts_fixed": _backend(experts.moe_experts_fixed, experts.rejects, name="triton_fixed"),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),
     "quantize_fp8": _backend(quantize.quantize_fp8, quantize.rejects),
     "dense_linear": _backend(linear.dense_linear, linear.rejects, fixed_order=False),

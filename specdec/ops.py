@@ -31,6 +31,9 @@ from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.mass_cut import bisection as cut_bisection
 from specdec.kernels.mass_cut import reference as cut_reference
+from specdec.kernels.moe_experts import reference as experts_reference
+from specdec.kernels.moe_experts.weight import Experts
+from specdec.kernels.moe_route import reference as route_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
@@ -173,6 +176,11 @@ _INT4_LINEAR = _register_product("int4_linear", int4_reference.int4_linear)
 _QUANTIZE_FP8 = TABLE.op("quantize_fp8")
 _QUANTIZE_FP8.add(_TRITON.get("quantize_fp8", Backend("triton", quantize_reference.quantize_fp8, ("cuda",), missing=_WHY_NO_TRITON)))
 _QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
+
+_MOE_ROUTE = TABLE.op("moe_route")
+_MOE_ROUTE.add(_TRITON.get("moe_route", Backend("triton", route_reference.moe_route, ("cuda",), missing=_WHY_NO_TRITON)))
+_MOE_ROUTE.add(Backend("reference", route_reference.moe_route))
+_MOE_EXPERTS = _register_product("moe_experts", experts_reference.moe_experts)
 
 
 def explain(device: str = "cpu") -> dict[str, str]:
@@ -337,6 +345,21 @@ def int4_linear(x: Tensor, weight: Int4Weight | Int4Planes) -> Tensor:
 def prepare_int4(weight: Int4Weight) -> Int4Weight | Int4Planes:
     """The weight as the kernels of its device read it fastest. Once, at load; what comes back replaces what went in."""
     return pack_planes(weight) if weight.data.is_cuda and rejects_group(weight.group, weight.shape[1]) is None else weight
+
+
+def moe_route(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """logits [T,E] -> (ids [T,k] i32 of the best experts, best first, ties by lowest id; weights [T,k] f32).
+
+    Softmax in float32 over the k chosen (`renormalise`) or over all E; a NaN logit counts as -inf.
+    """
+    routed: tuple[Tensor, Tensor] = _MOE_ROUTE(logits, k, renormalise)
+    return routed
+
+
+def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """Sum over a row's choices of weight · expert(row). x [T,H], ids [T,k] i32, distinct in a row, -1 = none (padded rows),
+    weights [T,k] f32 -> [T,H] of x's dtype; float32 sums, the experts' activation rounded to x's dtype."""
+    return _MOE_EXPERTS(x, ids, weights, experts)
 
 
 def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:

@@ -25,7 +25,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.sequence import Sequence
 from specdec.types import CompletionOutput, RequestOutput
-from tests.tiny import write_tiny
+from tests.tiny import GPT_OSS, QWEN3_MOE, write_tiny
 
 P = [5, 17, 42, 99, 3, 250, 17, 42]
 R = P * 6
@@ -51,12 +51,14 @@ def _root() -> Path:
 def checkpoint(kind: str = "t0") -> str:
     """Directory of a tiny checkpoint, written once per test run: "t0", "two_groups" (full and sliding window of 24), "bump"
     (T0 with an added logit bump on token BUMPED), "draft" (one layer, other weights, same tokenizer), "short_draft" (T0's weights,
-    32 positions), "last" (T0 without attention and MLP, with larger logits: the next token depends on the newest alone)."""
+    32 positions), "last" (T0 without attention and MLP, with larger logits: the next token depends on the newest alone),
+    "qwen3_moe" and "gpt_oss" (T0 with experts)."""
     path = _root() / kind
     if kind == "draft":
         write_tiny(path, seed=1, num_hidden_layers=1)
     else:
-        more = {"max_position_embeddings": 32} if kind == "short_draft" else {}
+        more: dict[str, Any] = {"max_position_embeddings": 32} if kind == "short_draft" else {}
+        more |= {"qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}.get(kind, {})
         write_tiny(path, two_groups=kind == "two_groups", **more)
     if kind == "bump":
         _add_bump(path / "model.safetensors")

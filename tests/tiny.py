@@ -2,7 +2,8 @@
 
 T0: Llama block, 2 layers, hidden 64, 4 query and 2 KV heads, vocabulary 512, 256 positions, float32. Weights are drawn
 large enough that greedy output varies. `two_groups=True` gives a full and a sliding-window layer (window 24); it is
-written as a Qwen2 checkpoint, the one published architecture with that layout and otherwise the same block.
+written as a Qwen2 checkpoint, the one published architecture with that layout and otherwise the same block. `QWEN3_MOE` and `GPT_OSS`
+are overrides that make T0 a mixture of experts of those two kinds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,38 @@ from safetensors.torch import save_file
 
 EOS, BOS = 2, 1
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],  # one dense layer
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "swiglu_limit": 1.5,  # so that it cuts
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -58,10 +91,10 @@ def tiny_config(*, two_groups: bool = False, tied: bool = False, **overrides: An
 
 def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a Llama-family checkpoint with this config, with its shape, in a fixed order."""
-    h, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    h, vocab = config["hidden_size"], config["vocab_size"]
     hd = config.get("head_dim") or h // config["num_attention_heads"]
     nq, nkv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
-    qwen2, qwen3 = config["model_type"] == "qwen2", config["model_type"] == "qwen3"
+    qwen2, qwen3 = config["model_type"] == "qwen2", config["model_type"] in ("qwen3", "qwen3_moe")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, h)}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -70,17 +103,39 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.{name}.weight"] = shape
             if (config.get("attention_bias") or qwen2) and not (qwen2 and name == "o_proj"):
                 shapes[f"{prefix}self_attn.{name}.bias"] = shape[:1]
+        shapes |= _mlp_shapes(config, f"{prefix}mlp.", i)
         if qwen3:
             shapes |= {f"{prefix}self_attn.{name}_norm.weight": (hd,) for name in "qk"}
-        for name, shape in {"gate_proj": (inner, h), "up_proj": (inner, h), "down_proj": (h, inner)}.items():
-            shapes[f"{prefix}mlp.{name}.weight"] = shape
-            if config.get("mlp_bias"):
-                shapes[f"{prefix}mlp.{name}.bias"] = shape[:1]
+        if config["model_type"] == "gpt_oss":
+            shapes[f"{prefix}self_attn.sinks"] = (config["num_attention_heads"],)
         shapes[f"{prefix}input_layernorm.weight"] = (h,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (h,)
     shapes["model.norm.weight"] = (h,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, h)
+    return shapes
+
+
+def _mlp_shapes(config: dict[str, Any], prefix: str, layer: int) -> dict[str, tuple[int, ...]]:
+    h, inner = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "gpt_oss":
+        e = config["num_local_experts"]
+        router = {"router.weight": (e, h), "router.bias": (e,)}
+        gate_up = {"experts.gate_up_proj": (e, h, 2 * inner), "experts.gate_up_proj_bias": (e, 2 * inner)}
+        down = {"experts.down_proj": (e, inner, h), "experts.down_proj_bias": (e, h)}
+        return {prefix + name: shape for name, shape in (router | gate_up | down).items()}
+    if config["model_type"] == "qwen3_moe" and layer not in config["mlp_only_layers"]:
+        inner, e = config["moe_intermediate_size"], config["num_experts"]
+        shapes: dict[str, tuple[int, ...]] = {f"{prefix}gate.weight": (e, h)}
+        for i in range(e):
+            for name, shape in {"gate_proj": (inner, h), "up_proj": (inner, h), "down_proj": (h, inner)}.items():
+                shapes[f"{prefix}experts.{i}.{name}.weight"] = shape
+        return shapes
+    shapes = {}
+    for name, shape in {"gate_proj": (inner, h), "up_proj": (inner, h), "down_proj": (h, inner)}.items():
+        shapes[f"{prefix}{name}.weight"] = shape
+        if config.get("mlp_bias"):
+            shapes[f"{prefix}{name}.bias"] = shape[:1]
     return shapes
 
 
@@ -96,6 +151,8 @@ def tiny_weights(config: dict[str, Any], *, seed: int = 0, scale: float = 1.5) -
             weights[name] = 0.2 * noise
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             weights[name] = 3.0 * noise / config["hidden_size"] ** 0.5  # logits of standard deviation 3
+        elif name.endswith("sinks"):
+            weights[name] = noise
         else:
             weights[name] = scale * noise / shape[1] ** 0.5
     return weights

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def draft_pass(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> 
 
 
 def _layers(head: DraftHead) -> list[Layer]:
-    return [head.wide, *(head.stack.layers if head.stack is not None else ())]
+    return [head.wide, *(cast("Sequence[Layer]", head.stack.layers) if head.stack is not None else ())]
 
 
 def _embedding(head: DraftHead) -> list[TiledWeight]:

@@ -31,7 +31,8 @@ class KVStore(Protocol):
 class Attention:
     """Grouped-query attention of one layer. qkv: [columns] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full.
 
-    head_norms: norms [hd] of every query head and of every key head, before RoPE.
+    head_norms: norms [hd] of every query head and of every key head, before RoPE. sinks [nh]: a logit per query head that takes
+    part in the softmax and has no value.
     """
 
     qkv: Linear
@@ -40,6 +41,7 @@ class Attention:
     scale: float
     window: int | None = None
     head_norms: tuple[RMSNorm, RMSNorm] | None = None
+    sinks: Tensor | None = None
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
@@ -61,6 +63,7 @@ class Attention:
             batch.positions,
             scale=self.scale,
             window=self.window,
+            sinks=self.sinks,
             first=batch.first_key,
         )
         return self.out(mixed)

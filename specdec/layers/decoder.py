@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec import ops
 from specdec.layers.attention import Attention, KVStore
 from specdec.layers.linear import Linear
+from specdec.layers.moe import MoE
 from specdec.layers.norm import RMSNorm
 from specdec.types import Batch
 
@@ -24,9 +25,33 @@ class Layer:
     gate_up: Linear  # [H] -> [2 I], gate first
     down: Linear  # [I] -> [H]
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers."""
+        return self.attention.qkv, self.attention.out, self.gate_up, self.down
+
     def mlp(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+@dataclass(slots=True)
+class MoELayer:
+    """Pre-norm attention and a mixture of experts around one residual stream."""
+
+    input_norm: RMSNorm
+    attention: Attention
+    post_norm: RMSNorm
+    moe: MoE
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers; the experts are none."""
+        return self.attention.qkv, self.attention.out, self.moe.router
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.moe(x)
 
 
 class DecoderStack:
@@ -35,7 +60,7 @@ class DecoderStack:
     plan: the stack prepared for one compiled call, or None where that is not possible, with the reason in `why_not`.
     """
 
-    def __init__(self, layers: list[Layer], norm: RMSNorm):
+    def __init__(self, layers: Sequence[Layer | MoELayer], norm: RMSNorm):
         self.layers = layers
         self.norm = norm
         self.plan, self.why_not = ops.prepare_stack(self)

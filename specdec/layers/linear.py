@@ -15,6 +15,7 @@ from specdec.errors import UnsupportedCheckpoint
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.quant.fp8 import Fp8Linear, by_columns, stack_fp8
 from specdec.quant.ggml import GgmlBlocks
 from specdec.quant.int4 import Int4Linear, as_q4_0, is_symmetric, offsets, stack_int4
@@ -25,7 +26,7 @@ from specdec.quant.stacked import Stacked
 from specdec.quant.tiled import Tiled
 from specdec.quant.tiled_parts import TiledColumns, TiledOffsets
 
-RawWeight = Tensor | GgmlBlocks | Fp8Weight | Int4Weight
+RawWeight = Tensor | GgmlBlocks | Fp8Weight | Int4Weight | Mxfp4Weight
 
 Method = Dense | Tiled | Packed
 
@@ -155,6 +156,8 @@ def _tileable(raw: RawWeight) -> Tensor | GgmlBlocks | Fp8Weight:
     """The same numbers in a storage that tiles hold: itself if there is one, else float32."""
     if isinstance(raw, Int4Weight):
         return (as_q4_0(raw) if is_symmetric(raw) else None) or raw.dequantize()
+    if isinstance(raw, Mxfp4Weight):
+        return raw.dequantize()
     return raw.dequantize() if isinstance(raw, Fp8Weight) and raw.blocked else raw
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] f32 angular frequencies, with linear or llama3 scaling applied.
+    """[head_dim / 2] f32 angular frequencies, with linear, llama3 or yarn scaling applied.
 
     llama3 divides wavelengths beyond original_max / low_freq_factor by `factor`, leaves those below original_max /
     high_freq_factor alone and blends linearly between; it does not depend on the length of the sequence.
@@ -24,6 +24,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     scaled = plain / rope.factor
     if rope.kind == "linear":
         return scaled
+    if rope.kind == "yarn":
+        keep = _yarn_keeps(rope, head_dim)
+        return scaled * (1 - keep) + plain * keep
     wavelength = 2 * math.pi / plain
     blend = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     medium = (1 - blend) * scaled + blend * plain
@@ -31,10 +34,26 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return torch.where(wavelength < rope.original_max_positions / rope.high_freq_factor, plain, result)
 
 
+def _yarn_keeps(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] how much of each frequency YaRN leaves alone: 1 where it turns more than beta_fast times within the original
+    positions, 0 below beta_slow times, linear in the dimension between."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    return 1 - ramp.clamp(0, 1)
+
+
 class Rotary:
-    """`cos`, `sin`: [positions, head_dim / 2] f32 on `device`, indexed by absolute position; one pair for all layers."""
+    """`cos`, `sin`: [positions, head_dim / 2] f32 on `device`, indexed by absolute position; one pair for all layers. YaRN's attention
+    factor is in both, hence twice in every score."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, positions: int, *, device: torch.device):
         angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(rope, head_dim))
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin().to(device)
+        self.cos = (angles.cos() * rope.attention_factor).to(device)
+        self.sin = (angles.sin() * rope.attention_factor).to(device)

@@ -66,6 +66,7 @@ class Builder:
         self.device, self.dtype, self.deterministic = device, dtype, deterministic
         self.keep, self.act_fp8 = keep, act_fp8
         self.used: set[str] = set()
+        self.names = frozenset(weights.names())
 
     def raw(self, name: str, *shape: int) -> RawWeight:
         self.used.add(name)
@@ -103,13 +104,14 @@ class Builder:
         gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
         return Layer(
             input_norm=self.norm(f"{prefix}.input_layernorm"),
-            attention=self._attention(f"{prefix}.self_attn", index, columns or c.hidden_size),
+            attention=self.attention(f"{prefix}.self_attn", index, columns or c.hidden_size),
             post_norm=self.norm(f"{prefix}.post_attention_layernorm"),
             gate_up=self.linear(gate_up, [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
             down=self.linear([f"{prefix}.mlp.down_proj"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
         )
 
-    def _attention(self, prefix: str, index: int, columns: int) -> Attention:
+    def attention(self, prefix: str, index: int, columns: int) -> Attention:
+        """Attention of layer `index` over inputs of `columns`; its tensors are called `prefix`.*"""
         c = self.sizes
         return Attention(
             qkv=self.linear([f"{prefix}.{p}_proj" for p in "qkv"], [c.q_size, c.kv_size, c.kv_size], columns, c.qkv_bias),

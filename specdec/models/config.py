@@ -7,23 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.errors import UnsupportedCheckpoint
+from specdec.models.config_values import integer, number
+from specdec.models.moe_config import MoEConfig, moe_to_hf, read_moe
 from specdec.models.registry import FAMILIES, Family, family_of
+from specdec.models.rope_config import RopeConfig, read_rope, rope_to_hf
 from specdec.types import KVGroup
 
 DTYPES = ("float32", "float16", "bfloat16")
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base and frequency scaling. `kind`: "default", "linear" (divide by factor) or "llama3"."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +39,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head before RoPE
+    sinks: bool = False  # a learned logit per query head that takes part in the softmax and has no value
+    moe: MoEConfig | None = None
     windows: tuple[int | None, ...] = ()
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -89,34 +81,36 @@ class ModelConfig:
         act = config.get("hidden_act", "silu")
         if act not in ("silu", "swish"):
             raise UnsupportedCheckpoint(f"hidden_act: {act!r} is not supported, only 'silu'")
-        layers = _integer(config, "num_hidden_layers", 1, 1024)
-        heads = _integer(config, "num_attention_heads", 1, 4096)
-        hidden = _integer(config, "hidden_size", 1, 1 << 20)
-        kv_heads = _integer(config, "num_key_value_heads", 1, heads, default=heads)
+        layers = integer(config, "num_hidden_layers", 1, 1024)
+        heads = integer(config, "num_attention_heads", 1, 4096)
+        hidden = integer(config, "hidden_size", 1, 1 << 20)
+        kv_heads = integer(config, "num_key_value_heads", 1, heads, default=heads)
         if heads % kv_heads:
             raise UnsupportedCheckpoint(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
-        head_dim = _integer(config, "head_dim", 2, 4096, default=family.head_dim or hidden // heads)
+        head_dim = integer(config, "head_dim", 2, 4096, default=family.head_dim or hidden // heads)
         if head_dim % 2:
             raise UnsupportedCheckpoint(f"head_dim: {head_dim} is odd, RoPE rotates pairs")
-        vocab = _integer(config, "vocab_size", 1, 1 << 24)
-        attention_bias = bool(config.get("attention_bias", False))
+        vocab = integer(config, "vocab_size", 1, 1 << 24)
+        attention_bias = bool(config.get("attention_bias", family.bias_by_default))
         return cls(
             architecture=family.architecture,
             hidden_size=hidden,
-            intermediate_size=_integer(config, "intermediate_size", 1, 1 << 22),
+            intermediate_size=integer(config, "intermediate_size", 1, 1 << 22),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=vocab,
-            max_positions=_integer(config, "max_position_embeddings", 1, 1 << 26),
-            eps=_number(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
-            rope=_rope(config),
+            max_positions=integer(config, "max_position_embeddings", 1, 1 << 26),
+            eps=number(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
+            rope=read_rope(config),
             tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
             qkv_bias=family.qkv_bias if family.qkv_bias is not None else attention_bias,
             o_bias=attention_bias and family.qkv_bias is None,
             mlp_bias=bool(config.get("mlp_bias", False)) and family.mlp_bias,
             qk_norm=family.qk_norm,
+            sinks=family.sinks,
+            moe=read_moe(config, family.experts, layers),
             windows=_windows(config, family, layers),
             eos_ids=_eos_ids(config, generation_config or {}, vocab),
             bos_id=config.get("bos_token_id"),
@@ -126,12 +120,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` and transformers read back as this model."""
         family = FAMILIES[self.architecture]
-        rope: dict[str, Any] = {"rope_type": self.rope.kind, "rope_theta": self.rope.theta}
-        if self.rope.kind != "default":
-            rope["factor"] = self.rope.factor
-        if self.rope.kind == "llama3":
-            rope["low_freq_factor"], rope["high_freq_factor"] = self.rope.low_freq_factor, self.rope.high_freq_factor
-            rope["original_max_position_embeddings"] = self.rope.original_max_positions
+        rope = rope_to_hf(self.rope)
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": family.model_type,
@@ -160,66 +149,25 @@ class ModelConfig:
         if windows:
             config |= {"sliding_window": windows[0], "use_sliding_window": True}
             config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
-        return config
-
-
-def _integer(config: Mapping[str, Any], key: str, low: int, high: int, *, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise UnsupportedCheckpoint(f"config.json: {key} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise UnsupportedCheckpoint(f"config.json: {key} must be an integer in [{low}, {high}], got {value!r}")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, low: float, high: float, *, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise UnsupportedCheckpoint(f"config.json: {key} is missing")
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
-        raise UnsupportedCheckpoint(f"config.json: {key} must be a number in ({low}, {high}], got {value!r}")
-    return float(value)
-
-
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers ≥ 5) and `rope_theta` with `rope_scaling`."""
-    merged = {"rope_theta": config.get("rope_theta")}
-    for key in ("rope_scaling", "rope_parameters"):
-        if config.get(key):
-            if not isinstance(config[key], Mapping):
-                raise UnsupportedCheckpoint(f"config.json: {key} must be an object, got {config[key]!r}")
-            merged |= {k: v for k, v in config[key].items() if v is not None}
-    theta = _number(merged, "rope_theta", 0.0, 1e12, default=10000.0)
-    kind = merged.get("rope_type") or merged.get("type") or "default"
-    if float(merged.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedCheckpoint("config.json: partial_rotary_factor other than 1 is not supported")
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", _number(merged, "factor", 0.0, 1e6))
-    if kind == "llama3":
-        factor, low, high = (_number(merged, k, 0.0, 1e6) for k in _LLAMA3_KEYS[:3])
-        if low >= high:
-            raise UnsupportedCheckpoint(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
-        return RopeConfig(theta, "llama3", factor, low, high, _integer(merged, _LLAMA3_KEYS[3], 1, 1 << 26))
-    raise UnsupportedCheckpoint(f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3")
+        return config if self.moe is None else config | moe_to_hf(self.moe, family.experts)
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
     """Attention window by layer. Qwen lists one even when `use_sliding_window` is false; it then means nothing."""
     types = config.get("layer_types")
     if family.window is not None:  # what they mean when the key is absent
-        config = {"sliding_window": 4096, **config}
-    active = config.get("use_sliding_window", False) if family.window == "switched" else config.get("sliding_window") is not None
+        config = {"sliding_window": 128 if family.window == "alternating" else 4096, **config}
+    if family.window == "alternating" and config["sliding_window"] is not None:
+        types = types or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    switched = family.window in ("switched", "switched for all")
+    active = config.get("use_sliding_window", False) if switched else config.get("sliding_window") is not None
     if not active:
         if types and any(t != "full_attention" for t in types):
             raise UnsupportedCheckpoint(f"config.json: layer_types {sorted(set(types))} without an active sliding_window")
         return (None,) * layers
-    window = _integer(config, "sliding_window", 1, 1 << 26)
+    window = integer(config, "sliding_window", 1, 1 << 26)
     if types is None:
-        first = _integer(config, "max_window_layers", 0, 1024, default=28) if family.window == "switched" else 0
+        first = integer(config, "max_window_layers", 0, 1024, default=28) if family.window == "switched" else 0
         return tuple(window if family.window is not None and i >= first else None for i in range(layers))
     if len(types) != layers or any(t not in ("full_attention", "sliding_attention") for t in types):
         raise UnsupportedCheckpoint(f"config.json: layer_types must name full_attention or sliding_attention for each of {layers} layers")

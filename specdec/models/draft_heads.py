@@ -92,7 +92,7 @@ class DraftHead:
     def nbytes(self) -> int:
         """Memory of the head's own matrices: what it shares with the target, norms and biases left out."""
         layers = [self.wide, *(self.stack.layers if self.stack else [])]
-        linears = [self.fc, *(x for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down))]
+        linears = [self.fc, *(linear for layer in layers for linear in layer.linears)]
         linears += [self.lm_head] if self.config.own_lm_head else []
         own = self.embedding.method.nbytes if self.config.own_embedding else 0
         own += self._transition.nbytes if self._transition is not None else 0

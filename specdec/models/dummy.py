@@ -10,7 +10,10 @@ import torch
 from specdec.errors import InvalidRequest
 from specdec.kernels.fp8_linear.weight import BLOCK, LARGEST, Fp8Weight
 from specdec.kernels.int4_linear.weight import PER_WORD, Int4Weight
+from specdec.kernels.mxfp4.weight import BLOCK as GROUP
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.linear import RawWeight
+from specdec.models.weights import BLOCKS
 from specdec.quant.repack import SYMMETRIC
 from specdec.quant.scheme import Fp8Scheme, Int4Scheme, Quantization
 from specdec.tokenizer import Tokenizer
@@ -48,6 +51,8 @@ class DummyWeights:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if name.endswith(BLOCKS):
+            return self._mxfp4(shape, self._generator(name))
         generator, std = self._generator(name), 0.02 * (768 / shape[1]) ** 0.5
         module = name.removesuffix(".weight")
         linear = len(shape) == 2 and module.endswith("_proj")
@@ -76,6 +81,13 @@ class DummyWeights:
         if not scheme.symmetric:
             zero += torch.randint(-1, 2, zero.shape, generator=generator, device=self._device).to(torch.uint8)
         return Int4Weight(words, torch.full(zero.shape, std / _CODE_STD, dtype=torch.float16, device=self._device), zero, group)
+
+    def _mxfp4(self, shape: tuple[int, ...], generator: torch.Generator) -> Mxfp4Weight:
+        """Codes fill their range; their root mean square, 2.7, times 2^-8 is about what the other weights have."""
+        *rows, cols = shape
+        data = torch.randint(0, 256, (*rows, cols // 2), generator=generator, device=self._device, dtype=torch.uint8)
+        scales = torch.randint(118, 120, (*rows, cols // GROUP), generator=generator, device=self._device, dtype=torch.uint8)
+        return Mxfp4Weight(data, scales)
 
 
 class IdTokenizer(Tokenizer):

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedCheckpoint
 from specdec.files import write_tensors
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.linear import RawWeight
 from specdec.models.config import ModelConfig
 from specdec.models.llama import LlamaModel
@@ -73,6 +74,8 @@ class _Recorder:
 
     def get(self, name: str, shape: tuple[int, ...]) -> RawWeight:
         raw = self._source.get(name, shape)
+        if isinstance(raw, Mxfp4Weight):
+            raise UnsupportedCheckpoint(f"{self.origin}: tensor {name}: MXFP4 experts cannot be converted to plain tensors")
         dense = (raw if isinstance(raw, torch.Tensor) else raw.dequantize()).to(self._dtype).contiguous()
         if self._pending and sum(t.nbytes for t in self._pending.values()) + dense.nbytes > self._limit:
             self._flush()

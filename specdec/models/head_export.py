@@ -16,6 +16,7 @@ from specdec.files import write_tensors
 from specdec.models.head_config import HeadConfig
 from specdec.models.head_dialect import FEEDBACK_KEY
 from specdec.models.head_files import SIDE_FILE
+from specdec.models.rope_config import rope_to_hf
 from specdec.quant.quantize import quantize, unpack_q8
 
 LAYOUTS = ("speculators", "specforge", "eagle")
@@ -86,12 +87,7 @@ def _outer_name(name: str, layout: str) -> str:
 
 def _layer_config(c: HeadConfig) -> dict[str, Any]:
     """The draft layers as a plain Hugging Face config."""
-    rope: dict[str, Any] | None = None
-    if c.rope.kind != "default":
-        rope = {"rope_type": c.rope.kind, "factor": c.rope.factor}
-    if rope is not None and c.rope.kind == "llama3":
-        rope |= {"low_freq_factor": c.rope.low_freq_factor, "high_freq_factor": c.rope.high_freq_factor}
-        rope["original_max_position_embeddings"] = c.rope.original_max_positions
+    scaling = {key: value for key, value in rope_to_hf(c.rope).items() if key != "rope_theta"}
     layer: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.hidden_size,
@@ -103,7 +99,7 @@ def _layer_config(c: HeadConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": c.eps,
         "rope_theta": c.rope.theta,
-        "rope_scaling": rope,
+        "rope_scaling": None if c.rope.kind == "default" else scaling,
         "vocab_size": c.vocab_size,
         "attention_bias": c.qkv_bias,
         "mlp_bias": c.mlp_bias,

@@ -1,4 +1,4 @@
-"""The Llama decoder: also Mistral, Qwen2 and Qwen3, which differ in biases, windows and norms of query and key heads only."""
+"""The Llama decoder: also Mistral, Qwen2 and Qwen3, which differ in biases, windows and head norms, and their kin with experts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.layers.attention import KVStore
-from specdec.layers.decoder import DecoderStack, Layer
+from specdec.layers.decoder import DecoderStack, Layer, MoELayer
 from specdec.layers.embedding import make_embedding
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
 from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
+from specdec.models.moe import build_layer
 from specdec.models.weights import Weights, check_all_used
 from specdec.quant.tiled import gather
 from specdec.types import Batch
@@ -46,9 +47,9 @@ class LlamaModel:
             dtype=dtype,
             deterministic=deterministic,
         )
-        layers = [build.layer(f"model.layers.{i}", i) for i in range(config.num_layers)]
+        layers = [build_layer(build, config, i) for i in range(config.num_layers)]
         self.lm_head = self.embedding.head() if config.tied else build.linear(["lm_head"], [config.vocab_size], config.hidden_size)
-        linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]
+        linears = [linear for layer in layers for linear in layer.linears]
         gather(dict.fromkeys([*(linear.method for linear in linears), self.lm_head.method, self.embedding.method]))
         self.stack = DecoderStack(layers, build.norm("model.norm"))
         check_all_used(weights, build.used, tied=config.tied)
@@ -72,7 +73,7 @@ class LlamaModel:
         return ops.deterministic(self.device.type) if self.deterministic else nullcontext()
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> Sequence[Layer | MoELayer]:
         return self.stack.layers
 
     @property

@@ -40,9 +40,11 @@ class Family:
 
     qkv_bias: True when q, k and v always carry biases (and o never), None when `attention_bias` of the config decides.
     mlp_bias: whether `mlp_bias` of the config means anything. qk_norm: queries and keys are normalised head by head.
+    sinks: every query head has an attention sink. experts: whose mixture of experts the layers have, "qwen3" or "gpt_oss".
     head_dim: when the config does not say; None = hidden size over heads.
-    tied_by_default: `tie_word_embeddings` when the config does not say.
-    window: what `sliding_window` means: "always" what it says, "switched" with `use_sliding_window` only, None nothing by itself.
+    bias_by_default, tied_by_default: `attention_bias` and `tie_word_embeddings` when the config does not say.
+    window: what `sliding_window` means: "always" what it says, "switched" with `use_sliding_window` only and from layer
+    `max_window_layers` on, "switched for all" in every layer, "alternating" in every other layer, None nothing by itself.
     """
 
     architecture: str
@@ -50,7 +52,10 @@ class Family:
     qkv_bias: bool | None = None
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    experts: str | None = None
     head_dim: int | None = None
+    bias_by_default: bool = False
     tied_by_default: bool = False
     window: str | None = None
 
@@ -62,6 +67,8 @@ FAMILIES: Mapping[str, Family] = {
         Family("MistralForCausalLM", "mistral", qkv_bias=False, window="always"),
         Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window="switched"),
         Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128, window="switched"),
+        Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts="qwen3", window="switched for all"),
+        Family("GptOssForCausalLM", "gpt_oss", bias_by_default=True, sinks=True, experts="gpt_oss", window="alternating"),
     )
 }
 

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
+from specdec.kernels.mxfp4.weight import NAN, Mxfp4Weight, repack
 from specdec.layers.linear import RawWeight
 from specdec.models.jsonfile import read_json
 
+BLOCKS, SCALES = "_blocks", "_scales"  # what the two tensors of an MXFP4 weight end in
 # Old checkpoints carry RoPE tables as buffers; they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 UNREAD: Mapping[str, str] = {
@@ -85,7 +87,25 @@ class SafetensorsWeights:
         return by_file
 
     def names(self) -> Iterable[str]:
-        return self._where.keys()
+        """Scales of MXFP4 blocks are part of the tensor that is called after the blocks."""
+        return [n for n in self._where if not (n.endswith(SCALES) and n.removesuffix(SCALES) + BLOCKS in self._where)]
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...]) -> Mxfp4Weight:
+        """The weight of logical shape [.., N, K] whose nibbles are in `name` [.., N, K/32, 16], with the scales that belong to it."""
+        scales, blocks = name.removesuffix(BLOCKS) + SCALES, (*shape[:-1], shape[-1] // 32)
+        parts = []
+        for part, wanted in ((name, (*blocks, 16)), (scales, blocks)):
+            if part not in self._where:
+                raise missing(self.origin, part, wanted)
+            tensor = self.tensor(part)
+            if tuple(tensor.shape) != wanted or shape[-1] % 32:
+                raise wrong_shape(self.origin, part, tensor.shape, wanted)
+            if tensor.dtype is not torch.uint8:
+                raise UnsupportedCheckpoint(f"{self.origin}: tensor {part} has dtype {tensor.dtype}; MXFP4 is stored as uint8")
+            parts.append(tensor)
+        if bool((parts[1] == NAN).any()):
+            raise UnsupportedCheckpoint(f"{self.origin}: tensor {scales} has scales that are NaN (255); the file is damaged")
+        return Mxfp4Weight(repack(parts[0]), parts[1])
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, from the file's header; None where there is none of this name."""
@@ -104,6 +124,8 @@ class SafetensorsWeights:
         found = self.shape_of(name)
         if found is None:
             raise missing(self.origin, name, shape)
+        if name.endswith(BLOCKS):
+            return self._mxfp4(name, shape)
         if found != shape:
             raise wrong_shape(self.origin, name, found, shape)
         tensor = self.tensor(name)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.errors import ConfigError
-from specdec.layers.decoder import Layer
+from specdec.layers.decoder import Layer, MoELayer
 from specdec.models.llama import LlamaModel
 from specdec.train.data import Corpus, TokenBatch, pad
 
@@ -57,9 +57,10 @@ class DenseTarget:
         self.norm = model.norm.weight.to(self.dtype)
         self._layers = [self._dense(layer) for layer in model.layers]
 
-    def _dense(self, layer: Layer) -> _Weights:
-        linears = (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)
-        return _Weights(layer, *(linear.dequantize().to(self.dtype) for linear in linears))
+    def _dense(self, layer: Layer | MoELayer) -> _Weights:
+        if isinstance(layer, MoELayer):
+            raise ConfigError(f"training on {self.config.architecture}: targets with experts are not supported yet", param="model")
+        return _Weights(layer, *(linear.dequantize().to(self.dtype) for linear in layer.linears))
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,7 @@ class TrainableHead(nn.Module):
         -> (hidden [B, R, Hd] for lm_head, what the next step of a chain reads as its feature [B, R, Hd]).
         """
         angles = (positions.float()[..., None] * self.frequencies)[..., None, :]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = (part * self.config.rope.attention_factor for part in (angles.cos(), angles.sin()))
         embedded = F.embedding(ids, self.embedding).to(features.dtype)
         x = features
         for index, layer in enumerate(self.layers):

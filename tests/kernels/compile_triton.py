@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
+from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
 
 
@@ -64,11 +66,28 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "silu_mul", (torch.zeros(5, 3072, dtype=torch.bfloat16),)
     yield "rope_write_kv", (torch.zeros(5, 960, dtype=torch.bfloat16), slots, table, table, cache[0], cache[1], slots)
     yield "move_kv", ([cache[0]], [cache[1]], slots, slots)
+    yield "moe_route", (torch.zeros(5, 128), 8, True)
+    yield "moe_route", (torch.zeros(5, 32, dtype=torch.bfloat16), 4, False)
     yield "gumbel_argmax", (torch.zeros(5, 49152), *keys, slots > 2, 0)
     yield "gumbel_noise", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "quantize_fp8", (x,)
     yield "quantize_fp8", (torch.zeros(5, 28672, dtype=torch.bfloat16),)
+
+
+def moe_calls() -> Iterator[tuple[Any, ...]]:
+    """Arguments of moe_experts: every storage, few rows and many, the shapes of Qwen3-30B-A3B; MXFP4 with biases and cut, as GPT-OSS."""
+    for kind, tokens, dtype in (
+        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4")),
+        ("fp8 block", 8192, torch.bfloat16),
+        ("fp8 channel", 4, torch.float16),
+        ("dense", 4, torch.float32),
+    ):
+        made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4", bias=kind == "mxfp4")
+        if kind == "dense":
+            made = replace(made, gate_up=made.gate_up.to(dtype), down=made.down.to(dtype))
+        ids = torch.zeros(tokens, 1, dtype=torch.int32)
+        yield torch.zeros(tokens, 2048, dtype=dtype), ids, torch.zeros(tokens, 1), made
 
 
 if __name__ == "__main__":
@@ -78,4 +97,6 @@ if __name__ == "__main__":
         BACKENDS["tree_attention"].fn(*args, **kwargs)
     for op, args in small_calls():
         BACKENDS[op].fn(*args)
+    for args in moe_calls():
+        BACKENDS["moe_experts"].fn(*args)
     print(json.dumps(found))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy  # transformers writes into the dicts it is given
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specdec.errors import UnsupportedCheckpoint
-from specdec.layers.rotary import inverse_frequencies
+from specdec.layers.rotary import Rotary, inverse_frequencies
 from specdec.models.config import ModelConfig, RopeConfig
+from specdec.models.moe_config import MoEConfig
 from specdec.types import KVGroup
-from tests.tiny import tiny_config
+from tests.tiny import GPT_OSS, QWEN3_MOE, tiny_config
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -66,7 +70,13 @@ def test_both_rope_spellings(rope: dict) -> None:
     assert ModelConfig.from_hf(tiny_config(**rope)).rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 3.0}, LLAMA3])
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 3.0}, LLAMA3, YARN, {**YARN, "truncate": False}, {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}],
+)
 def test_frequencies_equal_transformers(scaling: dict | None) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -76,12 +86,41 @@ def test_frequencies_equal_transformers(scaling: dict | None) -> None:
     if scaling is None:
         expected = 1.0 / 5e5 ** (torch.arange(0, 64, 2).float() / 64)
     else:
-        expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**plain), torch.device("cpu"))
-    assert torch.equal(found, expected)
+        expected, attention = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**deepcopy(plain)), torch.device("cpu"))
+        assert ModelConfig.from_hf(plain).rope.attention_factor == attention
+    torch.testing.assert_close(found, expected, rtol=3e-7 if scaling and "yarn" in scaling.values() else 0.0, atol=0.0)
+
+
+def test_yarn_of_gpt_oss() -> None:
+    """The bounds 8.093 and 17.398 of reference §7.4: frequencies below keep their value, those above are divided by 32."""
+    scaling = {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope = ModelConfig.from_hf(tiny_config(rope_theta=150000.0, rope_scaling=scaling)).rope
+    ratio = inverse_frequencies(rope, 64) * 150000.0 ** (torch.arange(32) / 32)
+    torch.testing.assert_close(ratio[:9], torch.ones(9))
+    torch.testing.assert_close(ratio[18:], torch.full((14,), 1 / 32))
+    middle = 1 - (torch.arange(9, 18) - 8.093) / (17.398 - 8.093)
+    torch.testing.assert_close(ratio[9:18], middle + (1 - middle) / 32, atol=1e-4, rtol=0.0)
+    assert abs(rope.attention_factor - 1.34657) < 1e-5
+    table = Rotary(rope, 64, 3, device=torch.device("cpu"))
+    torch.testing.assert_close(table.cos.square() + table.sin.square(), torch.full((3, 32), rope.attention_factor**2))
+
+
+def test_experts_of_both_families() -> None:
+    qwen = ModelConfig.from_hf(tiny_config(**QWEN3_MOE))
+    assert qwen.moe == MoEConfig(6, 2, 48, (True, False, True)) and qwen.qk_norm and not qwen.sinks and qwen.windows == (None,) * 3
+    sparse = ModelConfig.from_hf(tiny_config(**QWEN3_MOE | {"decoder_sparse_step": 2, "norm_topk_prob": None, "mlp_only_layers": None}))
+    assert sparse.moe == MoEConfig(6, 2, 48, (False, True, False), renormalise=False)
+    oss = ModelConfig.from_hf(tiny_config(**GPT_OSS))
+    assert oss.moe == MoEConfig(5, 2, 96, (True, True), limit=1.5, alpha=1.702, bias=True)
+    assert oss.sinks and oss.qkv_bias and oss.o_bias and oss.windows == (24, None)
+    plain = {k: v for k, v in GPT_OSS.items() if k not in ("layer_types", "sliding_window", "swiglu_limit", "attention_bias")}
+    default = ModelConfig.from_hf({k: v for k, v in tiny_config(**plain).items() if k != "attention_bias"})
+    assert default.windows == (128, None) and default.moe == replace(oss.moe, limit=7.0) and default.o_bias
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"two_groups": True}, {"rope_scaling": LLAMA3, "tied": True}, {"attention_bias": True, "mlp_bias": True}]
+    "options",
+    [{}, {"two_groups": True}, {"rope_scaling": LLAMA3, "tied": True}, {"attention_bias": True, "mlp_bias": True}, QWEN3_MOE, GPT_OSS],
 )
 def test_to_hf_round_trips(options: dict) -> None:
     config = ModelConfig.from_hf(tiny_config(**options))
@@ -104,7 +143,17 @@ def test_to_hf_round_trips(options: dict) -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": 0}, "rope_theta"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_slow"),
+        ({**QWEN3_MOE, "num_experts": 0}, "num_experts"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 64}, "shared_expert"),
+        ({**QWEN3_MOE, "mlp_only_layers": 1}, "mlp_only_layers"),
+        ({**GPT_OSS, "num_local_experts": None}, "num_local_experts is missing"),
+        ({**GPT_OSS, "swiglu_limit": -1}, "swiglu_limit"),
         ({"rope_scaling": "llama3"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),

@@ -198,7 +198,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "layer too many": (layer_with(num_hidden_layers=2), r"layers.1.*is missing"),
     "intermediate": (layer_with(intermediate_size=64), r"layers.0.mlp.*\[128, 64\].*\[64, 64\]"),
     "heads": (layer_with(num_key_value_heads=3), r"num_key_value_heads: 3 does not divide num_attention_heads 4"),
-    "rope": (layer_with(rope_scaling={"rope_type": "yarn", "factor": 2.0}), r"transformer_layer_config: rope type 'yarn'"),
+    "rope": (layer_with(rope_scaling={"rope_type": "longrope", "factor": 2.0}), r"transformer_layer_config: rope type 'longrope'"),
     "no layer config": (config_with(transformer_layer_config=3), r"transformer_layer_config must be an object"),
     "eagle_config not an object": (config_with(eagle_config=[1]), r"eagle_config must be an object"),
     "fingerprint not an object": (

@@ -9,7 +9,7 @@ import torch
 
 from specdec.models.load import load_model
 from tests.oracle import PlainKV, run_logits
-from tests.tiny import write_tiny
+from tests.tiny import GPT_OSS, QWEN3_MOE, write_tiny
 
 CONTEXT = [(7 * i * i + 13 * i + 5) % 400 for i in range(70)]  # beyond one attention tile and the window
 TOKENS = [11, 200, 201, 40, 41, 300, 42, 43]
@@ -20,7 +20,16 @@ def path_to(node: int) -> list[int]:
     return ([] if node == 0 else path_to(PARENTS[node])) + [TOKENS[node]]
 
 
-@pytest.mark.parametrize("options", [{}, {"two_groups": True}, {"tied": True, "num_key_value_heads": 1}], ids=["gqa", "two_groups", "mqa"])
+VARIANTS = {
+    "gqa": {},
+    "two_groups": {"two_groups": True},
+    "mqa": {"tied": True, "num_key_value_heads": 1},
+    "qwen3_moe": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nodes_equal_their_paths(tmp_path: Path, options: dict, deterministic: bool) -> None:
     model = load_model(write_tiny(tmp_path, seed=4, **options), deterministic=deterministic).model

@@ -10,7 +10,7 @@ import torch
 
 from specdec.models.load import load_model
 from tests.oracle import assert_parity, oracle, oracle_logits, run_greedy, run_logits
-from tests.tiny import write_tiny
+from tests.tiny import GPT_OSS, QWEN3_MOE, write_tiny
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,6 +51,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mistral_window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
     "mistral_full": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "yarn_rope": {"rope_scaling": {**GPT_OSS["rope_scaling"], "truncate": True}},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_sparse": {**QWEN3_MOE, "norm_topk_prob": False, "num_experts_per_tok": 3, "mlp_only_layers": []},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_one_expert_full": {**GPT_OSS, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2},
 }
 IDS = [(7 * i * i + 13 * i + 5) % 400 for i in range(90)]  # longer than every window
 
@@ -64,21 +69,21 @@ def test_logits_match(tmp_path: Path, variant: str) -> None:
     assert_parity(run_logits(loaded.model, IDS, chunks=[1, 40, 1, 1, 17]), expected)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "two_groups", "biases"])
+@pytest.mark.parametrize("variant", ["gqa", "two_groups", "biases", "qwen3_moe", "gpt_oss"])
 def test_deterministic_mode_matches_too(tmp_path: Path, variant: str) -> None:
     directory = write_tiny(tmp_path, seed=3, **VARIANTS[variant])
     loaded = load_model(directory, deterministic=True)
     assert_parity(run_logits(loaded.model, IDS), oracle_logits(oracle(directory), IDS))
 
 
-@pytest.mark.parametrize("variant", ["gqa", "tied", "two_groups", "qwen3"])
+@pytest.mark.parametrize("variant", ["gqa", "tied", "two_groups", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_deterministic_bits_do_not_depend_on_chunks(tmp_path: Path, variant: str) -> None:
     model = load_model(write_tiny(tmp_path, seed=3, **VARIANTS[variant]), deterministic=True).model
     whole = run_logits(model, IDS)
     assert torch.equal(whole, run_logits(model, IDS, chunks=[1] * 20 + [33, 2]))
 
 
-@pytest.mark.parametrize("variant", ["gqa", "two_groups"])
+@pytest.mark.parametrize("variant", ["gqa", "two_groups", "qwen3_moe", "gpt_oss"])
 def test_greedy_tokens_match(tmp_path: Path, variant: str) -> None:
     directory = write_tiny(tmp_path, seed=3, **VARIANTS[variant])
     found = run_greedy(load_model(directory).model, IDS[:20], 64)
@@ -87,11 +92,12 @@ def test_greedy_tokens_match(tmp_path: Path, variant: str) -> None:
     assert found == expected[0, 20:].tolist()
 
 
-def test_taps_are_the_residual_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["gqa", "qwen3_moe", "gpt_oss"])
+def test_taps_are_the_residual_stream(tmp_path: Path, variant: str) -> None:
     """Tap j equals transformers' hidden_states[j]; the last one is taken before the final norm."""
     from tests.oracle import PlainKV
 
-    directory = write_tiny(tmp_path, seed=3, num_hidden_layers=3)
+    directory = write_tiny(tmp_path, seed=3, **VARIANTS[variant] | {"num_hidden_layers": 3, "layer_types": None})
     model = load_model(directory).model
     with torch.inference_mode():
         kv = PlainKV(model.config, len(IDS))

@@ -1,0 +1,65 @@
+"""Experts of a layer, stacked: their weights in any storage, and how one of them becomes dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.mxfp4.weight import Mxfp4Weight, unpack
+
+ExpertWeight = Tensor | Fp8Weight | Int4Weight | Mxfp4Weight
+"""E weights N × K. Every tensor of the storage has the experts as an additional first dimension, also Fp8Weight.scale:
+[E,1], [E,N] or [E,ceil(N/128),ceil(K/128)]. A plain tensor is [E,N,K]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """E gated MLPs. gate_up: E × 2I × H, the gate's I rows first; down: E × H × I, in the same kind of storage; biases [E,2I] and [E,H].
+
+    limit: None = silu(gate) * up; else gate is cut at `limit` and up to ±`limit`, and (up + 1) * gate * sigmoid(alpha * gate).
+    """
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
+    alpha: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return storage(self.gate_up)[0].shape[0]
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return storage(self.gate_up)[0].shape[1] // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Memory the weights occupy."""
+        return sum(t.nbytes for weight in (self.gate_up, self.down) for t in storage(weight))
+
+
+def storage(weight: ExpertWeight) -> tuple[Tensor, ...]:
+    """The tensors of a storage, the numbers first."""
+    if isinstance(weight, Tensor):
+        return (weight,)
+    if isinstance(weight, Int4Weight):
+        return weight.data, weight.scale, weight.zero
+    return weight.data, weight.scale
+
+
+def dense_expert(weight: ExpertWeight, expert: int) -> Tensor:
+    """One expert's weight, float32 [N,K]."""
+    if isinstance(weight, Tensor):
+        return weight[expert].float()
+    if isinstance(weight, Mxfp4Weight):
+        return unpack(Mxfp4Weight(weight.data[expert], weight.scale[expert]))
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(weight.data[expert], weight.scale[expert]).dequantize()
+    return Int4Weight(weight.data[expert], weight.scale[expert], weight.zero[expert], weight.group).dequantize()
