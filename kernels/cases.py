@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -225,3 +226,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "gumbel_noise": _noise,
     "philox_uniform": _noise,
 }
+
+# those of ops that keep theirs in their folder, which import this module
+CASES |= import_module("specdec.kernels.coupled_verify.cases").CASES

@@ -18,5 +18,6 @@ TOLERANCE: dict[str, float] = {
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p
+    "coupled_verify": 2e-6,  # the log-sum-exp: order of the sum; token ids exactly
     "gumbel_argmax": 0.0,  # token ids; inputs avoid ties closer than the noise's last bit
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec.kernels.coupled_verify import triton as verify
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
 from specdec.kernels.registry import Backend
@@ -37,4 +38,5 @@ BACKENDS: dict[str, Backend] = {
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),
+    "coupled_verify": _backend(verify.coupled_verify, verify.rejects),
 }

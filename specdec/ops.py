@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.linear import reference as linear_reference
@@ -120,6 +121,14 @@ def _register(
     return op
 
 
+def _beside_triton(name: str, reference: Callable[..., Any]) -> Op:
+    """Op `name` for the GPU: Triton, the reference. On the CPU something else does its work, or nothing needs it."""
+    op = TABLE.op(name)
+    op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
+    op.add(Backend("reference", reference))
+    return op
+
+
 _RMS_NORM = _register("rms_norm", norm_reference.rms_norm)
 _ADD_RMS_NORM = _register("add_rms_norm", norm_reference.add_rms_norm)
 _SILU_MUL = _register("silu_mul", silu_reference.silu_mul)
@@ -139,6 +148,8 @@ _STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tr
 _DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers=_STACK_PARTS)
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
+
+_COUPLED_VERIFY = _beside_triton("coupled_verify", verify_reference.coupled_verify)
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
 _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
@@ -298,3 +309,22 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     """
     walked: walk_reference.Walked = _TREE_WALK(following, agrees, rows, sampling)
     return walked
+
+
+def coupled_verify(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    choices: Tensor,
+    noisy: Tensor | None,
+    purpose: int,
+    *,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(token [R] i64, log-sum-exp of each row's logits [R] f32 or None): to the bit `gumbel_argmax` of logits / temperature.
+
+    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy [R] bool,
+    None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
+    """
+    return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)

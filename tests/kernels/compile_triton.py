@@ -65,6 +65,8 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "gumbel_argmax", (torch.zeros(5, 49152), *keys, slots > 2, 0)
     yield "gumbel_noise", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
+    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, slots > 2, 0)
+    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, None, 0)
 
 
 if __name__ == "__main__":
