@@ -229,3 +229,4 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 
 # those of ops that keep theirs in their folder, which import this module
 CASES |= import_module("specdec.kernels.coupled_verify.cases").CASES
+CASES |= import_module("specdec.kernels.tree_build.cases").CASES

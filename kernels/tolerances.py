@@ -15,6 +15,7 @@ TOLERANCE: dict[str, float] = {
     "draft_pass": 1e-4,  # as decoder_stack
     "tiled_embedding": 0.0,  # the same two roundings
     "tree_walk": 0.0,  # integers
+    "tree_build": 0.0,  # integers, and copies of scores
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p

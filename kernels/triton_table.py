@@ -13,6 +13,7 @@ from specdec.kernels.rms_norm import triton as norm
 from specdec.kernels.rope import triton as rope
 from specdec.kernels.silu_mul import triton as silu
 from specdec.kernels.tree_attention import triton as attention
+from specdec.kernels.tree_build import triton as build
 from specdec.kernels.tree_walk import triton as walk
 from specdec.kernels.triton_common import INTERPRETED
 
@@ -39,6 +40,7 @@ BACKENDS: dict[str, Backend] = {
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),
+    "tree_build": _backend(build.tree_build, build.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),
 }

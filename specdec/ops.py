@@ -31,6 +31,7 @@ from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
+from specdec.kernels.tree_build import reference as build_reference
 from specdec.kernels.tree_walk import reference as walk_reference
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
 _COUPLED_VERIFY = _beside_triton("coupled_verify", verify_reference.coupled_verify)
+_TREE_BUILD = _beside_triton("tree_build", build_reference.tree_build)
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
 _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
@@ -328,3 +330,16 @@ def coupled_verify(
     None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
     """
     return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
+
+
+def tree_build(
+    tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int
+) -> build_reference.BuiltTree:
+    """Draft trees of the likeliest candidates of a pool: the best path numbered first, parents before children.
+
+    tokens, parents [B,C] i64, scores [B,C] f32 of the candidates: parents are places in the pool, below the child's own, -1 = the root; a score
+    of 0 = cannot be right. roots [B] i64 tokens, nodes [B] i64 budgets, root included, at most `width` = N <= 64; no candidate is
+    deeper than `deepest` = D. Returns `BuiltTree`: tokens, parents, depth [B,N], num_nodes [B], score, words [B,N], paths [B,N,D], places [B,N].
+    """
+    built: build_reference.BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
+    return built

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.triton_table import BACKENDS
+from tests.kernels.walk_cases import walk_cases
 
 
 def compiling(capability: int, shared: dict[str, int]) -> None:
@@ -67,6 +68,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, slots > 2, 0)
     yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, None, 0)
+    pool = torch.zeros(5, 710, dtype=torch.int64)
+    yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
+    yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64)
 
 
 if __name__ == "__main__":

@@ -23,5 +23,8 @@ def test_every_kernel_compiles_and_fits(capability: int, shared_memory: int, tmp
     done = subprocess.run([sys.executable, SCRIPT, str(capability)], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     used = json.loads(done.stdout.splitlines()[-1])
-    assert {name.split()[1] for name in used} == {"_attend", "_norm", "_silu_mul", "_rope", "_copy", "_noisy_argmax", "_named_draws"}
+    assert {name.split()[1] for name in used} == {
+        *("_attend", "_norm", "_silu_mul", "_rope", "_copy", "_noisy_argmax", "_named_draws"),
+        *("_order", "_maxima", "_settle", "_build", "_walk"),
+    }
     assert max(used.values()) <= shared_memory, used
