@@ -21,4 +21,8 @@ TOLERANCE: dict[str, float] = {
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p
     "coupled_verify": 2e-6,  # the log-sum-exp: order of the sum; token ids exactly
     "gumbel_argmax": 0.0,  # token ids; inputs avoid ties closer than the noise's last bit
+    "fp8_linear": 4e-3,  # one rounding of bfloat16 results, order of the sum over K
+    "int4_linear": 4e-3,  # as fp8_linear
+    "quantize_fp8": 0.07,  # codes are within one step of three mantissa bits, where a division rounds the other way; scales one ulp
+    "fp8_fp8_linear": 4e-3,  # as fp8_linear
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from specdec.kernels.cases import Case, randn
+from specdec.kernels.case import Case, randn
 
 
 def _keys(rows: int, depths: int) -> tuple[Tensor, Tensor, Tensor]:

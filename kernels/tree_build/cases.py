@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from specdec.kernels.cases import Case
+from specdec.kernels.case import Case
 from specdec.kernels.inputs import grown_pool
 
 
