@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.clamped_swiglu import reference as clamped_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
@@ -30,11 +31,14 @@ from specdec.kernels.mass_cut import bisection as cut_bisection
 from specdec.kernels.mass_cut import reference as cut_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
+from specdec.kernels.norm_rope import reference as norm_rope_reference
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
 from specdec.kernels.registry import Backend, Op, Registry
 from specdec.kernels.rms_norm import reference as norm_reference
+from specdec.kernels.rms_norm_fp8 import reference as norm_fp8_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
+from specdec.kernels.silu_mul_fp8 import reference as silu_fp8_reference
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
 from specdec.kernels.tree_build import reference as build_reference
@@ -157,6 +161,11 @@ _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
 _COUPLED_VERIFY = _beside_triton("coupled_verify", verify_reference.coupled_verify)
+_RMS_NORM_FP8 = _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
+_ADD_RMS_NORM_FP8 = _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
+_SILU_MUL_FP8 = _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
+_CLAMPED_SWIGLU = _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
+_NORM_ROPE_WRITE_KV = _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv)
 _TREE_BUILD = _beside_triton("tree_build", build_reference.tree_build)
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
@@ -379,3 +388,42 @@ def tree_build(
     """
     built: build_reference.BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
     return built
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [T,H], weight [H] -> `quantize_fp8` of `rms_norm`: (e4m3 [T,H], scale f32 [T])."""
+    quantized: tuple[Tensor, Tensor] = _RMS_NORM_FP8(x, weight, eps)
+    return quantized
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual [T,H], weight [H] -> (e4m3 [T,H], scale f32 [T]) of the norm of the sum, and the sum [T,H]. Inputs are not changed."""
+    quantized: tuple[Tensor, Tensor, Tensor] = _ADD_RMS_NORM_FP8(x, residual, weight, eps)
+    return quantized
+
+
+def silu_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up [T,2I], gate first -> `quantize_fp8` of `silu_mul`: (e4m3 [T,I], scale f32 [T])."""
+    quantized: tuple[Tensor, Tensor] = _SILU_MUL_FP8(gate_up)
+    return quantized
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gate_up [T,2I] with columns gate, up, gate, up, … -> (up + 1) * gate * sigmoid(alpha * gate) [T,I], gate <= limit, |up| <= limit."""
+    return _CLAMPED_SWIGLU(gate_up, alpha, limit)
+
+
+def norm_rope_write_kv(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """`rope_write_kv` of a projection whose q heads are first normed by q_weight [hd] and k heads by k_weight [hd]. Returns q [T,nh,hd]."""
+    return _NORM_ROPE_WRITE_KV(qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots)

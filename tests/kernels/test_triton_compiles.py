@@ -26,5 +26,6 @@ def test_every_kernel_compiles_and_fits(capability: int, shared_memory: int, tmp
     assert {name.split()[1] for name in used} == {
         *("_attend", "_norm", "_silu_mul", "_rope", "_copy", "_noisy_argmax", "_named_draws"),
         *("_order", "_maxima", "_settle", "_build", "_walk"),
+        *("_norm_fp8", "_silu_mul_fp8", "_clamped_swiglu", "_norm_rope"),
     }
     assert max(used.values()) <= shared_memory, used
