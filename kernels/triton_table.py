@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.kernels.clamped_swiglu import triton as clamped
 from specdec.kernels.coupled_verify import triton as verify
+from specdec.kernels.mass_cut import triton as cut
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
 from specdec.kernels.norm_rope import triton as norm_rope
@@ -49,6 +50,7 @@ BACKENDS: dict[str, Backend] = {
     "silu_mul_fp8": _backend(silu_fp8.silu_mul_fp8, silu_fp8.rejects),
     "clamped_swiglu": _backend(clamped.clamped_swiglu, clamped.rejects),
     "norm_rope_write_kv": _backend(norm_rope.norm_rope_write_kv, norm_rope.rejects),
+    "mass_cut": _backend(cut.mass_cut, cut.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),

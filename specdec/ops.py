@@ -57,7 +57,7 @@ TABLE = Registry()
 _NEEDS_F32 = "compiled for float32 only"
 _TRITON_OPS = (
     *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
-    *("gumbel_argmax", "gumbel_noise", "philox_uniform", "tree_walk"),
+    *("gumbel_argmax", "gumbel_noise", "philox_uniform", "tree_walk", "mass_cut"),
 )
 _BRIDGED = ("linear", "decoder_stack", "draft_pass", "tree_walk")
 _HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)

@@ -55,7 +55,8 @@ def coupled_verify(
     mass = torch.empty(rows, dtype=torch.float32, device=logits.device) if lse else None
     if rows == 0:
         return token, mass
-    tiles = triton.cdiv(vocab, _TILE)
+    tile = min(_TILE, max(16, triton.next_power_of_2(vocab)))
+    tiles = triton.cdiv(vocab, tile)
     scratch = torch.empty(3 if lse else 1, rows, tiles, dtype=torch.float32, device=logits.device)
     noise = noisy is not None
     keys = [t.contiguous() for t in (temperature, seeds, positions, choices)] + [noisy.contiguous() if noise else seeds]
@@ -65,7 +66,7 @@ def coupled_verify(
         _order[(triton.cdiv(rows, _PEERS),)](*keys[1:4], order, best, rows, PEERS=_PEERS)
     chunk = max(1, min(_MOST_ROWS, rows * tiles // _PROGRAMS))
     sizes = purpose, vocab, rows, logits.stride(0)
-    flags = {"NOISE": noise, "LSE": lse, "TILE": _TILE}
+    flags = {"NOISE": noise, "LSE": lse, "TILE": tile}
     _maxima[(tiles, triton.cdiv(rows, chunk))](logits, *keys, order, best, scratch, *sizes, chunk, **flags)
     _settle[(rows,)](logits, *keys, scratch, token, token if mass is None else mass, *sizes, TILES=triton.next_power_of_2(tiles), **flags)
     return token, mass
