@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.kernels.case import Case, randn
 from specdec.kernels.clamped_swiglu import cases as clamped
 from specdec.kernels.coupled_verify import cases as verify
+from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
@@ -221,6 +222,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **int4.CASES,
     **verify.CASES,
     **build.CASES,
+    **topk.CASES,
     **norm_fp8.CASES,
     **silu_fp8.CASES,
     **clamped.CASES,

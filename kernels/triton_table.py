@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.kernels.clamped_swiglu import triton as clamped
 from specdec.kernels.coupled_verify import triton as verify
+from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.mass_cut import triton as cut
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
@@ -51,6 +52,7 @@ BACKENDS: dict[str, Backend] = {
     "clamped_swiglu": _backend(clamped.clamped_swiglu, clamped.rejects),
     "norm_rope_write_kv": _backend(norm_rope.norm_rope_write_kv, norm_rope.rejects),
     "mass_cut": _backend(cut.mass_cut, cut.rejects),
+    "draft_topk": _backend(topk.draft_topk, topk.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),

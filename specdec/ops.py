@@ -20,6 +20,7 @@ from specdec.kernels.clamped_swiglu import reference as clamped_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
+from specdec.kernels.draft_topk import reference as topk_reference
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import reference as fp8_reference
 from specdec.kernels.fp8_linear.weight import Fp8Weight
@@ -166,6 +167,7 @@ _ADD_RMS_NORM_FP8 = _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rm
 _SILU_MUL_FP8 = _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
 _CLAMPED_SWIGLU = _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
 _NORM_ROPE_WRITE_KV = _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv)
+_DRAFT_TOPK = _beside_triton("draft_topk", topk_reference.draft_topk)
 _TREE_BUILD = _beside_triton("tree_build", build_reference.tree_build)
 
 _DENSE_LINEAR = TABLE.op("dense_linear")
@@ -427,3 +429,27 @@ def norm_rope_write_kv(
 ) -> Tensor:
     """`rope_write_kv` of a projection whose q heads are first normed by q_weight [hd] and k heads by k_weight [hd]. Returns q [T,nh,hd]."""
     return _NORM_ROPE_WRITE_KV(qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots)
+
+
+def draft_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    target_ids: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    choices: Tensor,
+    noisy: Tensor | None,
+    purpose: int,
+    share: float,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, never storing the logits.
+
+    hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary), seeds,
+    positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of the
+    race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
+    """
+    keys = seeds, positions, choices, noisy
+    best: tuple[Tensor, Tensor, Tensor] = _DRAFT_TOPK(hidden, weight, temperature, target_ids, *keys, purpose, share, width)
+    return best

@@ -68,6 +68,8 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, slots > 2, 0)
     yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, None, 0)
+    w = torch.zeros(32000, 4096, dtype=torch.bfloat16)
+    yield "draft_topk", (w[:5], w, torch.ones(5), torch.arange(32000), *keys, slots > 2, 0, 0.7, 10)
     yield "mass_cut", (torch.zeros(5, 128256), torch.zeros(5, 128256), torch.zeros(5))
     yield "rms_norm_fp8", (x, weight, 1e-5)
     yield "add_rms_norm_fp8", (*torch.zeros(2, 5, 8192, dtype=torch.bfloat16), torch.zeros(8192, dtype=torch.bfloat16), 1e-5)
