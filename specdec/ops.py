@@ -373,8 +373,8 @@ def coupled_verify(
 ) -> tuple[Tensor, Tensor | None]:
     """(token [R] i64, log-sum-exp of each row's logits [R] f32 or None): to the bit `gumbel_argmax` of logits / temperature.
 
-    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy [R] bool,
-    None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
+    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy
+    [R] bool, None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
     """
     return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
 
@@ -384,9 +384,10 @@ def tree_build(
 ) -> build_reference.BuiltTree:
     """Draft trees of the likeliest candidates of a pool: the best path numbered first, parents before children.
 
-    tokens, parents [B,C] i64, scores [B,C] f32 of the candidates: parents are places in the pool, below the child's own, -1 = the root; a score
-    of 0 = cannot be right. roots [B] i64 tokens, nodes [B] i64 budgets, root included, at most `width` = N <= 64; no candidate is
-    deeper than `deepest` = D. Returns `BuiltTree`: tokens, parents, depth [B,N], num_nodes [B], score, words [B,N], paths [B,N,D], places [B,N].
+    tokens, parents [B,C] i64, scores [B,C] f32 of the candidates: parents are places in the pool, below the child's own, -1 = the root;
+    a score of 0 = cannot be right. roots [B] i64 tokens, nodes [B] i64 budgets, root included, at most `width` = N <= 64; no candidate
+    is deeper than `deepest` = D. Returns `BuiltTree`: tokens, parents, depth [B,N], num_nodes [B], score, words [B,N], paths [B,N,D],
+    places [B,N].
     """
     built: build_reference.BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
     return built
@@ -446,9 +447,9 @@ def draft_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, never storing the logits.
 
-    hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary), seeds,
-    positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of the
-    race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
+    hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
+    seeds, positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of
+    the race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
     """
     keys = seeds, positions, choices, noisy
     best: tuple[Tensor, Tensor, Tensor] = _DRAFT_TOPK(hidden, weight, temperature, target_ids, *keys, purpose, share, width)

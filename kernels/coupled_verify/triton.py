@@ -59,7 +59,7 @@ def coupled_verify(
     tiles = triton.cdiv(vocab, tile)
     scratch = torch.empty(3 if lse else 1, rows, tiles, dtype=torch.float32, device=logits.device)
     noise = noisy is not None
-    keys = [t.contiguous() for t in (temperature, seeds, positions, choices)] + [noisy.contiguous() if noise else seeds]
+    keys = [t.contiguous() for t in (temperature, seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
     order = torch.empty(rows if noise else 0, dtype=torch.int64, device=logits.device)
     best = torch.empty(rows if noise else 0, dtype=torch.float32, device=logits.device)
     if noise:
@@ -157,7 +157,7 @@ def _maxima(
             tl.store(out + rows.to(tl.int64) * (2 * tiles), tl.sum(tl.exp(finite - shift), 0))
         score = _scores(x, tl.load(temperatures + row))
         top = tl.max(score, 0)
-        if NOISE:
+        if NOISE:  # noqa: SIM102 - one is known to the compiler, the other not
             if tl.load(noisy + row) != 0:
                 if (top > float("-inf")) & (top + MOST >= tl.load(best + row)):
                     seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)

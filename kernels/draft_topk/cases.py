@@ -21,7 +21,14 @@ def _case(rows: int, vocab: int, hidden: int, width: int, *, mapped: bool, sampl
 
 
 def _cases() -> Iterator[Case]:
-    for rows, vocab, hidden, width in ((0, 100, 64, 4), (1, 100, 64, 4), (5, 1000, 576, 10), (19, 129, 40, 3), (2, 64, 33, 64), (1, 7, 16, 1)):
+    for rows, vocab, hidden, width in (
+        (0, 100, 64, 4),
+        (1, 100, 64, 4),
+        (5, 1000, 576, 10),
+        (19, 129, 40, 3),
+        (2, 64, 33, 64),
+        (1, 7, 16, 1),
+    ):
         for mapped, sampled in ((False, False), (True, True)):
             yield _case(rows, vocab, hidden, width, mapped=mapped, sampled=sampled, scale=4.0)
     yield _case(3, 500, 64, 8, mapped=False, sampled=True, scale=0.1)

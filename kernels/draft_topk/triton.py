@@ -1,10 +1,10 @@
 """lm_head and candidates: each program keeps the best few of its tile of the product, a second kernel merges them.
 
-The product of R <= 16 rows with 32,000 × 4096 weights in bf16 is 262 MB, 62 µs at 4.2 TB/s, and 4 GFLOP, 5 µs at 791 TFLOP/s: only the reading of
-the weight counts, so the rows are one tensor-core tile of 16 (more rows: more programs beside each other, which share the weight in L2) and
-the weight tile is narrow, 64 rows, for some 500 programs. In the 16 µs that a program waits for its tile, the exact noise of 16 × 64 tokens,
-about 1 µs of float64, is free. A row of logits would be 128 kB against those 262 MB: not writing it saves no time worth naming;
-what is saved are the ten launches that a top-k, a gather, noise, a softmax and another top-k are.
+The product of R <= 16 rows with 32,000 × 4096 weights in bf16 is 262 MB, 62 µs at 4.2 TB/s, and 4 GFLOP, 5 µs at 791 TFLOP/s: only the
+reading of the weight counts, so the rows are one tensor-core tile of 16 (more rows: more programs beside each other, which share the
+weight in L2) and the weight tile is narrow, 64 rows, for some 500 programs. In the 16 µs that a program waits for its tile, the exact
+noise of 16 × 64 tokens, about 1 µs of float64, is free. A row of logits would be 128 kB against those 262 MB: not writing it saves no
+time worth naming; what is saved are the ten launches that a top-k, a gather, noise, a softmax and another top-k are.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draft_topk(
     columns = torch.empty((rows, tiles, width), dtype=torch.int32, device=device)
     sums = torch.empty((4, rows, tiles), dtype=torch.float32, device=device)  # race: largest, sum; scores: largest, sum
     noise, mapped = noisy is not None, target_ids is not None
-    keys = [t.contiguous() for t in (seeds, positions, choices)] + [noisy.contiguous() if noise else seeds]
+    keys = [t.contiguous() for t in (seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
     table = target_ids if mapped else columns
     _race[(triton.cdiv(rows, _ROWS), tiles)](
         hidden, weight, temperature.contiguous(), table, *keys, values, columns, sums, purpose, share, rows, vocab,

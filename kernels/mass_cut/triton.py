@@ -1,13 +1,13 @@
 """The cut without a sort: two passes over the row, one that lists the tokens that can matter, one that writes what is kept.
 
-Tokens of less than (1 - p) / V, all together, weigh less than 1 - p: the cut lies above them. So `_list` gathers the others (some hundreds of a
-language model's law, whatever V is) with their masses, `_find` bisects on that list, and `_keep` compares. Nothing rests on the
-argument: `_find` takes its own result only if the list's mass reaches p and nothing outside the list ranks as high (`ceiling`);
+Tokens of less than (1 - p) / V, all together, weigh less than 1 - p: the cut lies above them. So `_list` gathers the others (some
+hundreds of a language model's law, whatever V is) with their masses, `_find` bisects on that list, and `_keep` compares. Nothing rests
+on the argument: `_find` takes its own result only if the list's mass reaches p and nothing outside the list ranks as high (`ceiling`);
 otherwise, or when the list is full, it bisects on the rows themselves, exactly, but slowly: one program reads the row some 30 times.
 
-Masses are the reference's integers, so the order of the list, which depends on who came first, changes nothing.
-Time: the reads of log_p and rank, once in `_list`, rank again in `_keep`; one float64 exp per token of a tile that has a listed one; a list of
-up to 4096 takes some 30 dependent steps of about 500 cycles, 9 µs on one SM per row, all rows side by side.
+Masses are the reference's integers, so the order of the list, which depends on who came first, changes nothing. Time: the reads of
+log_p and rank, once in `_list`, rank again in `_keep`; one float64 exp per token of a tile that has a listed one; a list of up to 4096
+takes some 30 dependent steps of about 500 cycles, 9 µs on one SM per row, all rows side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _ONE = tl.constexpr(1023 << 52)  # the bits of 1.0
 
 def rejects(log_p: Tensor, rank: Tensor, p: Tensor) -> str | None:
     """Why this kernel cannot run the call, or None."""
-    return None if log_p.dtype is rank.dtype is torch.float32 and log_p.is_contiguous() and rank.is_contiguous() else "rows must be dense float32"
+    return (
+        None
+        if log_p.dtype is rank.dtype is torch.float32 and log_p.is_contiguous() and rank.is_contiguous()
+        else "rows must be dense float32"
+    )
 
 
 def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Head norms, RoPE and the KV write in one pass over the projection: the norm of a head is a sum inside the tile that holds it.
 
-Apart they are seven launches (two slices, two norms, a concatenation, RoPE) that move the projection five times; together one, that reads it once
-and writes q, K and V once. 64 rows of Qwen3-32B (80 heads of 128) are 2.6 MB both ways, 0.6 µs at 4.2 TB/s: the launch is what counts.
+Apart they are seven launches (two slices, two norms, a concatenation, RoPE) that move the projection five times; together one, that
+reads it once and writes q, K and V once. 64 rows of Qwen3-32B (80 heads of 128) are 2.6 MB both ways, 0.6 µs at 4.2 TB/s: the launch is
+what counts.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _norm_rope(
     is_query = head < HEADS - 2 * KV
     w_first = tl.where(is_query, tl.load(q_weight + column, mask=inside, other=0.0), tl.load(k_weight + column, mask=inside, other=0.0))
     other_half = column + HALF
-    w_second = tl.where(is_query, tl.load(q_weight + other_half, mask=inside, other=0.0), tl.load(k_weight + other_half, mask=inside, other=0.0))
+    w_second = tl.where(
+        is_query, tl.load(q_weight + other_half, mask=inside, other=0.0), tl.load(k_weight + other_half, mask=inside, other=0.0)
+    )
     normed_first = ((wide_first * scale).to(dtype).to(tl.float32) * w_first.to(tl.float32)).to(dtype).to(tl.float32)
     normed_second = ((wide_second * scale).to(dtype).to(tl.float32) * w_second.to(tl.float32)).to(dtype).to(tl.float32)
 

@@ -22,7 +22,9 @@ def _cases(residual: bool) -> Iterator[Case]:
     odd[2, 3] = 1e4
     weight = randn(64, seed=9)
     weight[5] = 0.0
-    yield Case("zeros, NaN, outlier", (odd, odd * 0, weight, 1e-5) if residual else (odd, weight, 1e-5), row_args=(0, 1) if residual else (0,))
+    yield Case(
+        "zeros, NaN, outlier", (odd, odd * 0, weight, 1e-5) if residual else (odd, weight, 1e-5), row_args=(0, 1) if residual else (0,)
+    )
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {"rms_norm_fp8": lambda: _cases(False), "add_rms_norm_fp8": lambda: _cases(True)}

@@ -1,7 +1,7 @@
 """SwiGLU's elementwise half to e4m3 in one pass: a program holds whole rows, since the scale needs all of one.
 
-Bytes a row of I in 16 bits: 4I in, I out, against 9I for product and quantisation apart. 64 rows of 28,672 are 9 MB, 2 µs at 4.2 TB/s; a row
-on one SM is 143 kB at some 64 bytes a clock, 1.3 µs, so that few rows cost no more than many.
+Bytes a row of I in 16 bits: 4I in, I out, against 9I for product and quantisation apart. 64 rows of 28,672 are 9 MB, 2 µs at 4.2 TB/s;
+a row on one SM is 143 kB at some 64 bytes a clock, 1.3 µs, so that few rows cost no more than many.
 """
 
 from __future__ import annotations

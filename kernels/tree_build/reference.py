@@ -29,7 +29,7 @@ class BuiltTree(NamedTuple):
 
 def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int) -> BuiltTree:
     """Shapes in `specdec.ops.tree_build`. A pick is a column here, in falling order of score."""
-    batch, pool = tokens.shape
+    batch = len(tokens)
     score, place = scores.sort(dim=1, descending=True, stable=True)
     score, place = score[:, : width - 1], place[:, : width - 1]
     picks = place.shape[1]
@@ -52,18 +52,30 @@ def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, n
     depth = torch.where(kept, on_path + 1, 0)
     word = 1 | _along_or(torch.ones_like(number) << number.clamp(max=63), jump)
     above_number = torch.where(above == -1, 0, number.gather(1, jump))
-    out = [torch.zeros((batch, width + 1), dtype=torch.int64, device=tokens.device) for _ in range(5)]
-    columns = zip(out, (roots, -1, 0, 1, -1), (tokens.gather(1, place), above_number, depth, word, place), strict=True)
-    for column, root, values in columns:
-        column.scatter_(1, number, values)
-        column[:, 0] = root
-    values = torch.zeros((batch, width + 1), dtype=torch.float32, device=tokens.device).scatter_(1, number, score)
-    values[:, 0] = 1.0
-    built_tokens, built_parents, built_depth, words, places = (column[:, :width] for column in out)
+    roots_column = roots[:, None]
+    numbers = (
+        (roots_column, tokens.gather(1, place)),
+        (-torch.ones_like(roots_column), above_number),
+        (torch.zeros_like(roots_column), depth),
+        (torch.ones_like(roots_column), word),
+        (-torch.ones_like(roots_column), place),
+    )
+    out = [_numbered(root, values, number, width) for root, values in numbers]
+    built_tokens, built_parents, built_depth, words, places = out
+    values = _numbered(score.new_ones((batch, 1)), score, number, width)
     count = kept.sum(1) + 1
     inside = torch.arange(width, device=tokens.device) < count[:, None]
     paths = _paths(built_tokens, built_depth, torch.where(inside, words, 0), deepest)
-    return BuiltTree(built_tokens, built_parents, built_depth, count, values[:, :width], torch.where(inside, words, 0), paths, places)
+    return BuiltTree(built_tokens, built_parents, built_depth, count, values, torch.where(inside, words, 0), paths, places)
+
+
+def _numbered(root: Tensor, values: Tensor, number: Tensor, width: int) -> Tensor:
+    """[B, N]: root [B, 1] at 0, values [B, P] at their numbers; number N drops one."""
+    return (
+        values.new_zeros((len(root), width + 1))
+        .scatter_(1, number, values)[:, :width]
+        .index_copy(1, torch.zeros(1, dtype=torch.int64, device=root.device), root)
+    )
 
 
 def _rounds(jump: Tensor) -> range:

@@ -31,7 +31,9 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     """Shapes and meaning in `specdec.ops.tree_walk`."""
     tree, batch, width = rows.tree, len(rows.counts), rows.max_depth + 1
     nodes, device = tree.tokens.shape[1], following.device
-    new = (torch.empty(shape, dtype=torch.int64, device=device) for shape in ((batch, width),) * 2 + ((batch, width - 1),) + ((batch,),) * 3)
+    new = (
+        torch.empty(shape, dtype=torch.int64, device=device) for shape in ((batch, width),) * 2 + ((batch, width - 1),) + ((batch,),) * 3
+    )
     committed, path_rows, path, num_committed, num_accepted, finish = new
     if batch:
         fields = (t.to(device).contiguous() for t in (tree.tokens, tree.parents, tree.depth, tree.num_nodes))
