@@ -71,11 +71,8 @@ def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, n
 
 def _numbered(root: Tensor, values: Tensor, number: Tensor, width: int) -> Tensor:
     """[B, N]: root [B, 1] at 0, values [B, P] at their numbers; number N drops one."""
-    return (
-        values.new_zeros((len(root), width + 1))
-        .scatter_(1, number, values)[:, :width]
-        .index_copy(1, torch.zeros(1, dtype=torch.int64, device=root.device), root)
-    )
+    table = values.new_zeros((len(root), width + 1)).scatter_(1, number, values)
+    return torch.cat((root, table[:, 1:width]), dim=1)
 
 
 def _rounds(jump: Tensor) -> range:

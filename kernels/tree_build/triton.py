@@ -50,6 +50,92 @@ def _key(score, place):
     return tl.where(bits > 0, (bits << 32) | (0x7FFFFFFF - place).to(tl.int64), 0)
 
 
+@triton.jit
+def _least_key(keys, budget):
+    """The least key that is picked: no more than `budget` keys reach it. At least 1: without a score there is no key."""
+    least = tl.full([], 1, tl.int64)
+    most = tl.max(keys, 0) + 1
+    while most - least > 0:
+        middle = least + ((most - least) >> 1)
+        few = tl.sum((keys >= middle).to(tl.int32), 0) <= budget
+        least = tl.where(few, least, middle + 1)
+        most = tl.where(few, middle, most)
+    return least
+
+
+@triton.jit
+def _places(scores, pool, least, LANES: tl.constexpr):
+    """(places [LANES] i32 of the picks in rising order, how many there are)."""
+    lane = tl.arange(0, LANES)
+    place = tl.zeros([LANES], tl.int32)
+    before = tl.full([], 0, tl.int32)
+    for at in range(0, pool, LANES):
+        here = at + lane
+        hit = (_key(tl.load(scores + here, mask=here < pool, other=0.0), here) >= least).to(tl.int32)
+        position = before + tl.cumsum(hit, 0) - 1
+        mine = (position[None, :] == lane[:, None]) & (hit[None, :] != 0)
+        place += tl.sum(tl.where(mine, here[None, :], 0), 1)
+        before += tl.sum(hit, 0)
+    return place, before
+
+
+@triton.jit
+def _along(flag, jump, ROUNDS: tl.constexpr):
+    """Bits that are set in flag at the pick and at all above it. jump: the pick above, itself at the top."""
+    for _ in tl.static_range(ROUNDS):
+        flag = flag & tl.gather(flag, jump, 0)
+        jump = tl.gather(jump, jump, 0)
+    return flag
+
+
+@triton.jit
+def _numbers(key, place, above, picked, ROUNDS: tl.constexpr, LANES: tl.constexpr):
+    """Of each pick: whether it is kept, its depth - 1, number, that of its parent, its bit and its ancestor word without the root's bit."""
+    lane = tl.arange(0, LANES)
+    ahead = key[None, :] > key[:, None]  # [lane, other]: the other comes first
+    hangs = (place[None, :] == above[:, None]) & ahead & picked[None, :]
+    found = tl.sum(hangs.to(tl.int32), 1)
+    jump = tl.where(found != 0, tl.sum(tl.where(hangs, lane[None, :], 0), 1), lane)
+    kept = _along((picked & ((above == -1) | (found != 0))).to(tl.int32), jump, ROUNDS)
+    siblings = (above[None, :] == above[:, None]) & ahead & (kept[None, :] != 0)
+    best = _along(tl.where(tl.sum(siblings.to(tl.int32), 1) == 0, kept, 0), jump, ROUNDS)
+
+    level = tl.where(found != 0, 1, 0)
+    at = jump
+    for _ in tl.static_range(ROUNDS):
+        level += tl.gather(level, at, 0)
+        at = tl.gather(at, at, 0)
+    number = tl.where(best != 0, level + 1, tl.sum(best, 0) + tl.cumsum(kept - best, 0))
+    bit = tl.where(kept != 0, tl.full([LANES], 1, tl.int64) << tl.where(kept != 0, number, 0).to(tl.int64), 0)
+    word = bit
+    at = jump
+    for _ in tl.static_range(ROUNDS):
+        word = word | tl.gather(word, at, 0)
+        at = tl.gather(at, at, 0)
+    return kept, level, number, tl.where(above == -1, 0, tl.gather(number, jump, 0)), bit, word
+
+
+@triton.jit
+def _store(out, number, value, mask, root, edge, LANES: tl.constexpr):
+    """A row of the tree: values at their numbers, the root at 0, zeros behind them (edge: where these two go)."""
+    lane = tl.arange(0, LANES)
+    tl.store(out + number, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + lane, tl.where(lane == 0, root, 0).to(out.dtype.element_ty), mask=edge)
+
+
+@triton.jit
+def _store_paths(path, number, level, token, bit, word, mask, edge, deepest, LANES: tl.constexpr, LEVELS: tl.constexpr):
+    """An ancestor of depth d puts its token in column d - 1 of every node below it; the rest is -1."""
+    covers = ((word[:, None] & bit[None, :]) != 0) & mask[:, None] & (level[None, :] < deepest)
+    row = tl.where(mask, number, 0)[:, None].to(tl.int64) * deepest
+    tl.store(path + row + level[None, :], tl.broadcast_to(token[None, :], [LANES, LANES]), mask=covers)
+    column = tl.arange(0, LEVELS)[None, :]
+    nothing = tl.full([LANES, LEVELS], -1, tl.int64)
+    tl.store(path + row + column, nothing, mask=mask[:, None] & (column > level[:, None]) & (column < deepest))
+    row = tl.arange(0, LANES)[:, None].to(tl.int64) * deepest
+    tl.store(path + row + column, nothing, mask=edge[:, None] & (column < deepest))
+
+
 @triton.jit(do_not_specialize=["pool", "width", "deepest"])
 def _build(
     tokens, parents, scores, roots, nodes,
@@ -59,93 +145,26 @@ def _build(
     """Grid (sequences). pool = C, width = N, deepest = D."""
     sequence = tl.program_id(0).to(tl.int64)
     own = sequence * pool
-    budget = tl.minimum(tl.load(nodes + sequence), width) - 1
-
-    # the least key that is picked: the largest threshold that as many keys as the budget reach, at least 1 (no score, no key)
     whole = tl.arange(0, POOL)
     keys = _key(tl.load(scores + own + whole, mask=whole < pool, other=0.0), whole)
-    least = tl.full([], 1, tl.int64)
-    most = tl.max(keys, 0) + 1
-    while most - least > 0:
-        middle = least + ((most - least) >> 1)
-        enough = tl.sum((keys >= middle).to(tl.int32), 0) <= budget
-        least = tl.where(enough, least, middle + 1)
-        most = tl.where(enough, middle, most)
-
-    # a lane per pick, by rising place
+    least = _least_key(keys, tl.minimum(tl.load(nodes + sequence), width) - 1)
+    place, picks = _places(scores + own, pool, least, LANES)
     lane = tl.arange(0, LANES)
-    place = tl.zeros([LANES], tl.int32)
-    before = tl.full([], 0, tl.int32)
-    for at in range(0, pool, LANES):
-        here = at + lane
-        hit = (_key(tl.load(scores + own + here, mask=here < pool, other=0.0), here) >= least).to(tl.int32)
-        position = before + tl.cumsum(hit, 0) - 1
-        mine = (position[None, :] == lane[:, None]) & (hit[None, :] != 0)
-        place += tl.sum(tl.where(mine, here[None, :], 0), 1)
-        before += tl.sum(hit, 0)
-    picked = lane < before
+    picked = lane < picks
     score = tl.load(scores + own + place, mask=picked, other=0.0)
     token = tl.load(tokens + own + place, mask=picked, other=0)
     above = tl.load(parents + own + place, mask=picked, other=0).to(tl.int32)
-    key = _key(score, place)
-    ahead = tl.reshape(key, [1, LANES]) > tl.reshape(key, [LANES, 1])  # [lane, other]: the other comes first
+    kept, level, number, parent, bit, word = _numbers(_key(score, place), place, above, picked, ROUNDS, LANES)
 
-    hangs = (place[None, :] == above[:, None]) & ahead & picked[None, :]
-    parent = tl.sum(tl.where(hangs, lane[None, :], 0), 1)
-    found = tl.sum(hangs.to(tl.int32), 1)
-    top = tl.where(found != 0, 0, 1)
-    jump = tl.where(found != 0, parent, lane)
-    kept = (picked & ((above == -1) | (found != 0))).to(tl.int32)
-    level = 1 - top
-    at = jump
-    for _ in tl.static_range(ROUNDS):
-        kept = kept & tl.gather(kept, at, 0)
-        level = level + tl.gather(level, at, 0)
-        at = tl.gather(at, at, 0)
-
-    siblings = (above[None, :] == above[:, None]) & ahead & (kept[None, :] != 0)
-    best = tl.where(tl.sum(siblings.to(tl.int32), 1) == 0, kept, 0)
-    at = jump
-    for _ in tl.static_range(ROUNDS):
-        best = best & tl.gather(best, at, 0)
-        at = tl.gather(at, at, 0)
-    other = kept - best
-    number = tl.where(best != 0, level + 1, tl.sum(best, 0) + tl.cumsum(other, 0))
-    bit = tl.where(kept != 0, tl.full([LANES], 1, tl.int64) << tl.where(kept != 0, number, 0).to(tl.int64), 0)
-    word = bit
-    at = jump
-    for _ in tl.static_range(ROUNDS):
-        word = word | tl.gather(word, at, 0)
-        at = tl.gather(at, at, 0)
-    parent_number = tl.where(above == -1, 0, tl.gather(number, jump, 0))
-
-    # the root, the nodes, zeros behind them
-    count = tl.sum(kept, 0) + 1
-    row = sequence * width
     mask = kept != 0
-    tl.store(tokens_out + row + number, token, mask=mask)
-    tl.store(parents_out + row + number, parent_number.to(tl.int64), mask=mask)
-    tl.store(depth_out + row + number, (level + 1).to(tl.int64), mask=mask)
-    tl.store(words_out + row + number, word | 1, mask=mask)
-    tl.store(places_out + row + number, place.to(tl.int64), mask=mask)
-    tl.store(score_out + row + number, score, mask=mask)
+    count = tl.sum(kept, 0) + 1
     edge = (lane < width) & ((lane == 0) | (lane >= count))
-    is_root = lane == 0
-    tl.store(tokens_out + row + lane, tl.where(is_root, tl.load(roots + sequence), 0), mask=edge)
-    tl.store(parents_out + row + lane, tl.where(is_root, -1, 0).to(tl.int64), mask=edge)
-    tl.store(depth_out + row + lane, tl.zeros([LANES], tl.int64), mask=edge)
-    tl.store(words_out + row + lane, tl.where(is_root, 1, 0).to(tl.int64), mask=edge)
-    tl.store(places_out + row + lane, tl.where(is_root, -1, 0).to(tl.int64), mask=edge)
-    tl.store(score_out + row + lane, tl.where(is_root, 1.0, 0.0), mask=edge)
+    row = sequence * width
+    _store(tokens_out + row, number, token, mask, tl.load(roots + sequence), edge, LANES)
+    _store(parents_out + row, number, parent, mask, -1, edge, LANES)
+    _store(depth_out + row, number, level + 1, mask, 0, edge, LANES)
+    _store(words_out + row, number, word | 1, mask, 1, edge, LANES)
+    _store(places_out + row, number, place, mask, -1, edge, LANES)
+    _store(score_out + row, number, score, mask, 1.0, edge, LANES)
+    _store_paths(paths_out + row * deepest, number, level, token, bit, word, mask, edge, deepest, LANES, LEVELS)
     tl.store(count_out + sequence, count.to(tl.int64))
-
-    # paths: an ancestor of depth d puts its token in column d - 1 of every node below it; the rest of the row is -1
-    path = paths_out + row * deepest
-    covers = ((word[:, None] & bit[None, :]) != 0) & mask[:, None]
-    cell = number[:, None].to(tl.int64) * deepest + level[None, :]
-    tl.store(path + cell, tl.broadcast_to(token[None, :], [LANES, LANES]), mask=covers & (level[None, :] < deepest))
-    column = tl.arange(0, LEVELS)[None, :]
-    cell = tl.where(mask, number, 0)[:, None].to(tl.int64) * deepest + column
-    tl.store(path + cell, tl.full([LANES, LEVELS], -1, tl.int64), mask=mask[:, None] & (column > level[:, None]) & (column < deepest))
-    cell = lane[:, None].to(tl.int64) * deepest + column
-    tl.store(path + cell, tl.full([LANES, LEVELS], -1, tl.int64), mask=edge[:, None] & (column < deepest))
