@@ -1,11 +1,11 @@
 """Coupled verification in one pass over the logits, with little of the noise made exactly.
 
-The noise is defined in float64 (`kernels/noise`), whose logs cost more than reading the logits does: 64 rows of 128k logits are
-33.5 MB, 8 µs at 4.2 TB/s, but 8.4 million pairs of logs of some 50 float64 instructions each are 58 µs at 14.4 T of those
-a second. The pass therefore uses float32 logs (`rough_gumbel`, within `_SLACK` of the noise; about 35 instructions with the
+The noise is defined in float64 (`kernels/noise`), whose logs cost more than reading the logits does: 64 rows of 128k logits are 33.5 MB,
+8 µs at 4.2 TB/s, but 8.4 million pairs of logs of some 100 float64 instructions are 58 µs at 14.4 T of those a second (132 SMs of 64
+lanes at 1.7 GHz). The pass therefore uses float32 logs (`rough_gumbel`, within `_SLACK` of the noise; some 35 instructions with the
 random word, 10 µs at 28.7 T a second, beside the reading), and only leaves the best sum of every tile. The exact sums are then made
-where that leaves a doubt: in tiles whose best may reach the best of the row, nearly always one. The token is that of the
-exact sums, bit for bit.
+where that leaves a doubt: in tiles whose best may reach the best of the row, nearly always one. The token is that of the exact sums,
+bit for bit. These are counts, not measurements.
 
 Rows that share (seed, position, choice), the nodes of one depth of a tree, share their noise: `_order` sorts the rows by that key, a
 program takes up to `_MOST_ROWS` neighbours in the order over one tile and makes noise where the key changes. It makes none

@@ -12,7 +12,7 @@ from specdec.sampling import SamplingState
 from specdec.sequence import Sequence
 from specdec.spec.candidates import FIELD, Race, TipRows
 
-BACKENDS = [b.name for b in ops.TABLE.ops["draft_topk"].backends if b.missing is None]
+BACKENDS = [b.name for b in ops.TABLE.ops["draft_topk"].usable["cpu"]]
 VOCAB, SLOTS = 700, 3
 
 

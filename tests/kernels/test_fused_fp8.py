@@ -15,8 +15,7 @@ from specdec.kernels.quantize_fp8.reference import quantize_fp8
 PAIRS = [
     (fused, plain, backend.name)
     for fused, plain in (("rms_norm_fp8", "rms_norm"), ("add_rms_norm_fp8", "add_rms_norm"), ("silu_mul_fp8", "silu_mul"))
-    for backend in ops.TABLE.ops[fused].backends
-    if backend.missing is None
+    for backend in ops.TABLE.ops[fused].usable["cpu"]
 ]
 
 

@@ -11,7 +11,7 @@ from specdec.rows import RowInfo
 from specdec.spec.eagle3 import Layer, rerank
 from specdec.spec.tree import ancestor_words, check_tree, tree_from_lists
 
-BACKENDS = [b.name for b in ops.TABLE.ops["tree_build"].backends if b.missing is None]
+BACKENDS = [b.name for b in ops.TABLE.ops["tree_build"].usable["cpu"]]
 
 
 def _layers(pool: tuple[torch.Tensor, ...], depth: int, width: int, beam: int) -> list[Layer]:
