@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.case import Case, randn
+from specdec.kernels.clamped_swiglu import cases as clamped
+from specdec.kernels.coupled_verify import cases as verify
+from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 from specdec.kernels.moe_experts import cases as moe
+from specdec.kernels.norm_rope import cases as norm_rope
+from specdec.kernels.rms_norm_fp8 import cases as norm_fp8
+from specdec.kernels.silu_mul_fp8 import cases as silu_fp8
+from specdec.kernels.tree_build import cases as build
 
 
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
@@ -215,4 +222,11 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **fp8.CASES,
     **int4.CASES,
     **moe.CASES,
+    **verify.CASES,
+    **build.CASES,
+    **topk.CASES,
+    **norm_fp8.CASES,
+    **silu_fp8.CASES,
+    **clamped.CASES,
+    **norm_rope.CASES,
 }

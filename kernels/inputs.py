@@ -42,6 +42,26 @@ def random_tree(nodes: int, seed: int) -> list[int]:
     return [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]
 
 
+def grown_pool(batch: int, depth: int, width: int, beam: int, seed: int, hopeless: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, parents, scores) [B, C] of a beam search over random chances: `width` candidates of the root, then of `beam` nodes a depth.
+
+    A share of `hopeless` of the candidates cannot be right (score 0).
+    """
+    g = torch.Generator().manual_seed(seed)
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    above, place, start = torch.ones(batch, 1), torch.full((batch, 1), -1), 0
+    for _ in range(depth):
+        chance = torch.rand(batch, above.shape[1], width, generator=g) * 0.98 + 0.01
+        chance = torch.where(torch.rand(chance.shape, generator=g) < hopeless, 0.0, chance)
+        score = (above[:, :, None] * chance).flatten(1)
+        token = torch.rand(batch, above.shape[1], 200, generator=g).argsort(-1)[:, :, :width].flatten(1)
+        columns.append((token, place[:, :, None].expand(-1, -1, width).flatten(1), score))
+        above, best = score.topk(min(beam, score.shape[1]), dim=1)
+        place, start = start + best, start + score.shape[1]
+    tokens, parents, scores = (torch.cat(part, dim=1) for part in zip(*columns, strict=True))
+    return tokens, parents, scores
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """One sequence of an attention batch: `context` committed keys, then `new` causal rows, or a tree."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec.kernels.clamped_swiglu import triton as clamped
+from specdec.kernels.coupled_verify import triton as verify
+from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
 from specdec.kernels.int4_linear import triton as int4
 from specdec.kernels.linear import triton as linear
+from specdec.kernels.mass_cut import triton as cut
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_route import triton as route
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
+from specdec.kernels.norm_rope import triton as norm_rope
 from specdec.kernels.quantize_fp8 import triton as quantize
 from specdec.kernels.registry import Backend
 from specdec.kernels.rms_norm import triton as norm
+from specdec.kernels.rms_norm_fp8 import triton as norm_fp8
 from specdec.kernels.rope import triton as rope
 from specdec.kernels.silu_mul import triton as silu
+from specdec.kernels.silu_mul_fp8 import triton as silu_fp8
 from specdec.kernels.tree_attention import triton as attention
+from specdec.kernels.tree_build import triton as build
+from specdec.kernels.tree_walk import triton as walk
 from specdec.kernels.triton_common import INTERPRETED
 
 NOT_BY_ITSELF = "interpreted, hence slow: for tests, which name it"
@@ -63,4 +72,14 @@ BACKENDS: dict[str, Backend] = {
     "fp8_fp8_linear_fixed": _backend(fp8_fp8.fp8_fp8_linear_fixed, fp8_fp8.rejects_fixed, name="triton_fixed"),
     "int4_linear": _backend(int4.int4_linear, int4.rejects, fixed_order=False, cannot=int4.rejects),
     "int4_linear_fixed": _backend(int4.int4_linear_fixed, int4.rejects, name="triton_fixed", cannot=int4.rejects),
+    "rms_norm_fp8": _backend(norm_fp8.rms_norm_fp8, norm_fp8.rejects),
+    "add_rms_norm_fp8": _backend(norm_fp8.add_rms_norm_fp8, norm_fp8.rejects),
+    "silu_mul_fp8": _backend(silu_fp8.silu_mul_fp8, silu_fp8.rejects),
+    "clamped_swiglu": _backend(clamped.clamped_swiglu, clamped.rejects),
+    "norm_rope_write_kv": _backend(norm_rope.norm_rope_write_kv, norm_rope.rejects),
+    "mass_cut": _backend(cut.mass_cut, cut.rejects),
+    "draft_topk": _backend(topk.draft_topk, topk.rejects),
+    "tree_build": _backend(build.tree_build, build.rejects),
+    "tree_walk": _backend(walk.tree_walk, walk.rejects),
+    "coupled_verify": _backend(verify.coupled_verify, verify.rejects),
 }

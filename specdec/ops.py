@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.clamped_swiglu import reference as clamped_reference
+from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
+from specdec.kernels.draft_topk import reference as topk_reference
 from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import reference as fp8_reference
@@ -36,14 +39,18 @@ from specdec.kernels.moe_experts.weight import Experts
 from specdec.kernels.moe_route import reference as route_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
+from specdec.kernels.norm_rope import reference as norm_rope_reference
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
 from specdec.kernels.registry import Backend, Op, Registry
 from specdec.kernels.rms_norm import reference as norm_reference
+from specdec.kernels.rms_norm_fp8 import reference as norm_fp8_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
+from specdec.kernels.silu_mul_fp8 import reference as silu_fp8_reference
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
+from specdec.kernels.tree_build import reference as build_reference
 from specdec.kernels.tree_walk import reference as walk_reference
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ TABLE = Registry()
 _NEEDS_F32 = "compiled for float32 only"
 _TRITON_OPS = (
     *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
-    *("gumbel_argmax", "gumbel_noise", "philox_uniform"),
+    *("gumbel_argmax", "gumbel_noise", "philox_uniform", "tree_walk", "mass_cut"),
 )
 _BRIDGED = ("linear", "decoder_stack", "draft_pass", "tree_walk")
 _HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
@@ -134,6 +141,14 @@ def _register(
     return op
 
 
+def _beside_triton(name: str, reference: Callable[..., Any]) -> Op:
+    """Op `name` for the GPU: Triton, the reference. On the CPU something else does its work, or nothing needs it."""
+    op = TABLE.op(name)
+    op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
+    op.add(Backend("reference", reference))
+    return op
+
+
 _RMS_NORM = _register("rms_norm", norm_reference.rms_norm)
 _ADD_RMS_NORM = _register("add_rms_norm", norm_reference.add_rms_norm)
 _SILU_MUL = _register("silu_mul", silu_reference.silu_mul)
@@ -154,6 +169,15 @@ _DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stac
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
+_COUPLED_VERIFY = _beside_triton("coupled_verify", verify_reference.coupled_verify)
+_RMS_NORM_FP8 = _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
+_ADD_RMS_NORM_FP8 = _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
+_SILU_MUL_FP8 = _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
+_CLAMPED_SWIGLU = _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
+_NORM_ROPE_WRITE_KV = _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv)
+_DRAFT_TOPK = _beside_triton("draft_topk", topk_reference.draft_topk)
+_TREE_BUILD = _beside_triton("tree_build", build_reference.tree_build)
+
 
 def _register_product(name: str, reference: Callable[..., Any], *others: Backend) -> Op:
     """Op `name`, no compiled CPU backend: Triton tiled for M, `others`, Triton with one tiling for every M, the reference."""
@@ -173,13 +197,8 @@ _DENSE_LINEAR = _register_product("dense_linear", linear_reference.rowwise_linea
 _FP8_LINEAR = _register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED)
 _FP8_FP8_LINEAR = _register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM)
 _INT4_LINEAR = _register_product("int4_linear", int4_reference.int4_linear)
-_QUANTIZE_FP8 = TABLE.op("quantize_fp8")
-_QUANTIZE_FP8.add(_TRITON.get("quantize_fp8", Backend("triton", quantize_reference.quantize_fp8, ("cuda",), missing=_WHY_NO_TRITON)))
-_QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
-
-_MOE_ROUTE = TABLE.op("moe_route")
-_MOE_ROUTE.add(_TRITON.get("moe_route", Backend("triton", route_reference.moe_route, ("cuda",), missing=_WHY_NO_TRITON)))
-_MOE_ROUTE.add(Backend("reference", route_reference.moe_route))
+_QUANTIZE_FP8 = _beside_triton("quantize_fp8", quantize_reference.quantize_fp8)
+_MOE_ROUTE = _beside_triton("moe_route", route_reference.moe_route)
 _MOE_EXPERTS = _register_product("moe_experts", experts_reference.moe_experts)
 
 
@@ -402,3 +421,99 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     """
     walked: walk_reference.Walked = _TREE_WALK(following, agrees, rows, sampling)
     return walked
+
+
+def coupled_verify(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    choices: Tensor,
+    noisy: Tensor | None,
+    purpose: int,
+    *,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(token [R] i64, log-sum-exp of each row's logits [R] f32 or None): to the bit `gumbel_argmax` of logits / temperature.
+
+    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy
+    [R] bool, None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
+    """
+    return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
+
+
+def tree_build(
+    tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int
+) -> build_reference.BuiltTree:
+    """Draft trees of the likeliest candidates of a pool: the best path numbered first, parents before children.
+
+    tokens, parents [B,C] i64, scores [B,C] f32 of the candidates: parents are places in the pool, below the child's own, -1 = the root;
+    a score of 0 = cannot be right. roots [B] i64 tokens, nodes [B] i64 budgets, root included, at most `width` = N <= 64; no candidate
+    is deeper than `deepest` = D. Returns `BuiltTree`: tokens, parents, depth [B,N], num_nodes [B], score, words [B,N], paths [B,N,D],
+    places [B,N].
+    """
+    built: build_reference.BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
+    return built
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [T,H], weight [H] -> `quantize_fp8` of `rms_norm`: (e4m3 [T,H], scale f32 [T])."""
+    quantized: tuple[Tensor, Tensor] = _RMS_NORM_FP8(x, weight, eps)
+    return quantized
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual [T,H], weight [H] -> (e4m3 [T,H], scale f32 [T]) of the norm of the sum, and the sum [T,H]. Inputs are not changed."""
+    quantized: tuple[Tensor, Tensor, Tensor] = _ADD_RMS_NORM_FP8(x, residual, weight, eps)
+    return quantized
+
+
+def silu_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up [T,2I], gate first -> `quantize_fp8` of `silu_mul`: (e4m3 [T,I], scale f32 [T])."""
+    quantized: tuple[Tensor, Tensor] = _SILU_MUL_FP8(gate_up)
+    return quantized
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gate_up [T,2I] with columns gate, up, gate, up, … -> (up + 1) * gate * sigmoid(alpha * gate) [T,I], gate <= limit, |up| <= limit."""
+    return _CLAMPED_SWIGLU(gate_up, alpha, limit)
+
+
+def norm_rope_write_kv(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """`rope_write_kv` of a projection whose q heads are first normed by q_weight [hd] and k heads by k_weight [hd]. Returns q [T,nh,hd]."""
+    return _NORM_ROPE_WRITE_KV(qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots)
+
+
+def draft_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    target_ids: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    choices: Tensor,
+    noisy: Tensor | None,
+    purpose: int,
+    share: float,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, never storing the logits.
+
+    hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
+    seeds, positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of
+    the race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
+    """
+    keys = seeds, positions, choices, noisy
+    best: tuple[Tensor, Tensor, Tensor] = _DRAFT_TOPK(hidden, weight, temperature, target_ids, *keys, purpose, share, width)
+    return best

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.kernels.triton_common import INTERPRETED
 
 _TILE = 16384 if INTERPRETED else 1024  # in the interpreter a tile costs the same, however wide
-_MOST = tl.constexpr(22.88)
+MOST = tl.constexpr(22.88)
 _PROGRAMS = 1024  # about what fills a large card
 
 
@@ -85,14 +85,14 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _words(counter, seed, position, choice, purpose):
+def words(counter, seed, position, choice, purpose):
     """The four words of each counter. counter [n] uint32; the others are scalars, seed in two's complement."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     return _philox(counter, position.to(tl.uint32), choice.to(tl.uint32), purpose.to(tl.uint32), k0, k1)
 
 
 @triton.jit
-def _gumbel(word):
+def gumbel(word):
     """g of a uint32 word, float64 rounded once."""
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
@@ -106,11 +106,11 @@ def _named_draws(out, seeds, positions, choices, ids, purpose, width, ids_row, G
     mask = column < width
     token = tl.load(ids + row.to(tl.int64) * ids_row + column, mask=mask, other=0)
     seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
-    w0, w1, w2, w3 = _words((token >> 2).to(tl.uint32), seed, position, choice, purpose)
+    w0, w1, w2, w3 = words((token >> 2).to(tl.uint32), seed, position, choice, purpose)
     lane = token & 3
     word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
     if GUMBEL:
-        value = _gumbel(word)
+        value = gumbel(word)
     else:
         u = ((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
         value = tl.minimum(u, 0.999999940395355224609375)  # the largest float32 below 1
@@ -134,12 +134,12 @@ def _noisy_argmax(scores, seeds, positions, choices, noisy, best_out, index_out,
         total = tl.where(total == total, total, float("-inf"))  # NaN
         bound = tl.max(total, 0)
         if with_noise:
-            bound = bound + _MOST
+            bound = bound + MOST
         if bound > best:
             if with_noise:
                 counter = (at // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
-                w0, w1, w2, w3 = _words(counter, seed, position, choice, purpose)
-                total = total + _gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+                w0, w1, w2, w3 = words(counter, seed, position, choice, purpose)
+                total = total + gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
             top = tl.max(total, 0)
             if top > best:
                 best = top

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
+from tests.kernels.walk_cases import walk_cases
 
 
 def compiling(capability: int, shared: dict[str, int], kernels: list[Any] | None = None) -> None:
@@ -73,6 +74,21 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "quantize_fp8", (x,)
     yield "quantize_fp8", (torch.zeros(5, 28672, dtype=torch.bfloat16),)
+    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, slots > 2, 0)
+    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, None, 0)
+    w = torch.zeros(32000, 4096, dtype=torch.bfloat16)
+    yield "draft_topk", (w[:5], w, torch.ones(5), torch.arange(32000), *keys, slots > 2, 0, 0.7, 10)
+    yield "mass_cut", (torch.zeros(5, 128256), torch.zeros(5, 128256), torch.zeros(5))
+    yield "rms_norm_fp8", (x, weight, 1e-5)
+    yield "add_rms_norm_fp8", (*torch.zeros(2, 5, 8192, dtype=torch.bfloat16), torch.zeros(8192, dtype=torch.bfloat16), 1e-5)
+    yield "silu_mul_fp8", (torch.zeros(5, 57344, dtype=torch.bfloat16),)
+    yield "clamped_swiglu", (torch.zeros(5, 5760, dtype=torch.bfloat16), 1.702, 7.0)
+    wide = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16)
+    head, angles = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(32, 64)
+    yield "norm_rope_write_kv", (torch.zeros(5, 6144, dtype=torch.bfloat16), head, head, 1e-6, slots, angles, angles, *wide, slots)
+    pool = torch.zeros(5, 710, dtype=torch.int64)
+    yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
+    yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64)
 
 
 def moe_calls() -> Iterator[tuple[Any, ...]]:

@@ -1,0 +1,55 @@
+"""What `coupled_verify` rests on beside the matrix: how far the rough noise is off, and many tiles, of which most are skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec.kernels.coupled_verify import reference
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from specdec.kernels.coupled_verify import triton as kernel  # noqa: E402
+from specdec.kernels.coupled_verify.triton import rough_gumbel  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def _rough(words, out, TILE: tl.constexpr):
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + place, rough_gumbel(tl.load(words + place).to(tl.uint32)))
+
+
+def test_rough_noise_is_as_near_as_the_slack_says() -> None:
+    """Every power of two and its neighbours, both ends, the seam of the series, and a million others."""
+    corners = {w + d for w in [0, *(1 << b for b in range(33))] for d in range(-40, 41)}
+    words = torch.tensor(sorted(w for w in corners if 0 <= w < 1 << 32))
+    words = torch.cat((words, torch.randint(0, 1 << 32, ((1 << 20) - len(words),), generator=torch.Generator().manual_seed(0))))
+    out = torch.empty(len(words), device=DEVICE)
+    _rough[(1,)](words.to(DEVICE), out, TILE=1 << 20) if DEVICE == "cpu" else _rough[(1 << 10,)](words.to(DEVICE), out, TILE=1 << 10)
+    u = (words.double() + 0.5) * 2.0**-32
+    exact = -torch.log(-torch.log1p(-u))
+    assert (out.cpu().double() - exact).abs().max().item() < kernel._SLACK.value / 4
+
+
+@pytest.mark.parametrize("scale", [0.2, 3.0, 12.0])
+def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Small scales leave no tile to skip, large ones nearly all of them."""
+    monkeypatch.setattr(kernel, "_TILE", 64)
+    rows, vocab = 7, 700
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * scale
+    index = torch.arange(rows)
+    args = (logits, torch.full((rows,), 0.7), index * 0 + 5, index % 3, index * 0, index != 4, 0)
+    token, _ = kernel.coupled_verify(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args))
+    assert torch.equal(token.cpu(), reference.coupled_verify(*args)[0])
+
+
+def test_ties_between_tiles_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_TILE", 64)
+    logits = torch.zeros(1, 300, device=DEVICE)
+    logits[0, [250, 140, 70]] = 1.0
+    unused = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    token, _ = kernel.coupled_verify(logits, torch.ones(1, device=DEVICE), unused, unused, unused, None, 0)
+    assert token.tolist() == [70]

@@ -1,0 +1,39 @@
+"""Fused quantisation is the op's own result, quantised: to the bit, in every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import ops
+from specdec.kernels.cases import CASES, Case
+from specdec.kernels.quantize_fp8.reference import quantize_fp8
+
+PAIRS = [
+    (fused, plain, backend.name)
+    for fused, plain in (("rms_norm_fp8", "rms_norm"), ("add_rms_norm_fp8", "add_rms_norm"), ("silu_mul_fp8", "silu_mul"))
+    for backend in ops.TABLE.ops[fused].usable["cpu"]
+]
+
+
+def _run(op: str, backend: str, case: Case) -> Any:
+    fn: Callable[..., Any] = ops.TABLE.ops[op].find(backend).fn
+    return fn(*case.args, **case.kwargs)
+
+
+@pytest.mark.parametrize(("fused", "plain", "backend"), PAIRS)
+def test_codes_and_scales_are_those_of_the_wide_result(fused: str, plain: str, backend: str) -> None:
+    for case in CASES[fused]():
+        q, scale, *rest = _run(fused, backend, case)
+        wide = _run(plain, backend, case)
+        wide, *wide_rest = wide if isinstance(wide, tuple) else (wide,)
+        expected_q, expected_scale = quantize_fp8(wide)
+        sound = expected_scale.isfinite()
+        assert torch.equal(scale.nan_to_num(-1.0), expected_scale.nan_to_num(-1.0)), case.name
+        assert torch.equal(q.view(torch.uint8)[sound], expected_q.view(torch.uint8)[sound]), case.name
+        assert q.float()[~sound].isnan().all(), f"{case.name}: a row with NaN must not look like numbers"
+        for a, b in zip(rest, wide_rest, strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), case.name

@@ -1,0 +1,58 @@
+"""The parts of the small-op benchmark that need no card: what it calls, what it counts, what it records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import kernels_small
+from bench.kernels_small import Work, record
+from specdec import ops
+
+SMALL = (
+    *kernels_small.verify_work("cpu", vocab=96),
+    *kernels_small.cut_work("cpu", vocab=96),
+    *kernels_small.row_work("cpu", rows=(1, 3), hidden=64, inner=96),
+    *kernels_small.rope_work("cpu", rows=(1, 3), heads=4, kv=2, hd=16),
+    *kernels_small.draft_work("cpu", vocab=64, hidden=32),
+)
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(_bytes(v) for v in value) if isinstance(value, (tuple, list)) else 0
+
+
+@pytest.mark.parametrize("work", SMALL, ids=lambda w: f"{w.op} {w.shape}")
+def test_every_line_is_a_call_of_its_op_and_counts_no_bytes_that_are_not_there(work: Work) -> None:
+    """The bytes counted are at most those of arguments and results together (caches and tables are not read whole)."""
+    args = work.make(3)
+    result = ops.TABLE.ops[work.op].find("reference").fn(*args)
+    assert 0 < work.num_bytes <= _bytes(args) + _bytes(result)
+
+
+def test_seeds_make_arguments_of_their_own() -> None:
+    for work in SMALL:
+        first, second = (next(t for t in work.make(seed) if t.is_floating_point() and t.numel() > 1) for seed in (1, 2))
+        assert not torch.equal(first, second), work.op
+
+
+def test_a_record_holds_the_ratio_to_the_read() -> None:
+    line = record(SMALL[0], "triton", [3e-6, 2e-6, 4e-6], 1.5e-6)
+    assert (line["us"], line["us_min"], line["read_us"], line["over_read"], line["replays"]) == (3.0, 2.0, 1.5, 2.0, 3)
+    assert line["GB_per_s"] == round(SMALL[0].num_bytes / 3e-6 / 1e9, 1) and line["op"] == "coupled_verify"
+
+
+def test_sets_outgrow_the_cache_and_the_read_reads_everything() -> None:
+    pytest.importorskip("triton")
+    from bench import graph_time
+
+    assert graph_time.sets_needed(10, 100) == 30 and graph_time.sets_needed(1000, 100) == 2
+    assert graph_time.sets_needed(1, 10**9) == graph_time.MOST_SETS
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.arange(20000, dtype=torch.float32, device=device)
+    sink = torch.full((3,), torch.nan, device=device)
+    graph_time.read(source, sink)
+    expected = [float(part.sum()) for part in source.double().split(8192)]
+    torch.testing.assert_close(sink.double().cpu(), torch.tensor(expected).double())
