@@ -226,7 +226,8 @@ class EngineConfig:
     """How to run a model. Sizes: tokens, sequences, bytes as named.
 
     device: "auto" | "cpu" | "cuda". dtype: "auto" = float32 on the CPU, the checkpoint's (else bfloat16) on CUDA.
-    kv_dtype: "auto" = activation dtype. block_size: tokens per KV block.
+    kv_dtype: "auto" = activation dtype; "fp8" halves the KV (e4m3, the checkpoint's scales or 1; on the CPU by the references,
+    slowly). block_size: tokens per KV block.
     num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
