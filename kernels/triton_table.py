@@ -12,14 +12,15 @@ from specdec.kernels.rms_norm import triton as norm
 from specdec.kernels.rope import triton as rope
 from specdec.kernels.silu_mul import triton as silu
 from specdec.kernels.tree_attention import triton as attention
+from specdec.kernels.tree_attention import triton_fixed as fixed_attention
 from specdec.kernels.triton_common import INTERPRETED
 
 
-def _backend(fn: Callable[..., Any], rejects: Callable[..., str | None], fixed_order: bool = True) -> Backend:
+def _backend(fn: Callable[..., Any], rejects: Callable[..., str | None], fixed_order: bool = True, name: str = "triton") -> Backend:
     return (
-        Backend("triton", fn, ("cuda", "cpu"), _not_by_itself, fixed_order)
+        Backend(name, fn, ("cuda", "cpu"), _not_by_itself, fixed_order)
         if INTERPRETED
-        else Backend("triton", fn, ("cuda",), rejects, fixed_order)
+        else Backend(name, fn, ("cuda",), rejects, fixed_order)
     )
 
 
@@ -34,6 +35,7 @@ BACKENDS: dict[str, Backend] = {
     "rope_write_kv": _backend(rope.rope_write_kv, rope.rejects),
     "move_kv": _backend(move.move_kv, move.rejects),
     "tree_attention": _backend(attention.tree_attention, attention.rejects, fixed_order=False),
+    "tree_attention_fixed": _backend(fixed_attention.tree_attention, fixed_attention.rejects, name="triton_fixed"),
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
     "philox_uniform": _backend(noise.philox_uniform, noise.rejects_ids),

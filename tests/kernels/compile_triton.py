@@ -21,8 +21,8 @@ from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.triton_table import BACKENDS
 
 
-def compiling(capability: int, shared: dict[str, int]) -> None:
-    """From here on a launch compiles for `capability` and notes the kernel's shared memory in `shared`."""
+def compiling(capability: int, kernels: list[tuple[str, Any]]) -> None:
+    """From here on a launch compiles for `capability` and adds its (name, compiled kernel) to `kernels`."""
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -31,7 +31,7 @@ def compiling(capability: int, shared: dict[str, int]) -> None:
 
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
-        shared[f"{len(shared)} {self.__name__}"] = kernel.metadata.shared
+        kernels.append((self.__name__, kernel))
         return kernel
 
     JITFunction.run = compile_only
@@ -68,10 +68,10 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 if __name__ == "__main__":
-    found: dict[str, int] = {}
+    found: list[tuple[str, Any]] = []
     compiling(int(sys.argv[1]), found)
     for args, kwargs in attention_calls():
         BACKENDS["tree_attention"].fn(*args, **kwargs)
     for op, args in small_calls():
         BACKENDS[op].fn(*args)
-    print(json.dumps(found))
+    print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))
