@@ -14,29 +14,28 @@ Not a fixed order: tiles are in slot order (tree nodes by index, not by depth), 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling
-from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, load_query, locate, merge, one_tile, rejects, workspace
+from specdec.kernels.tree_attention.triton_parts import (
+    LOG2E,
+    ancestor,
+    any_of,
+    card,
+    load_query,
+    locate,
+    merge,
+    one_tile,
+    rejects,
+    workspace,
+)  # fmt: skip
 from specdec.kernels.triton_fp8 import handed
 
 __all__ = ["rejects", "tree_attention"]
-
-
-@cache
-def _card(device: torch.device) -> tuple[int, int]:
-    """(bytes of shared memory a program may have, processors); as on Hopper for the interpreter."""
-    if device.type != "cuda":
-        return 232448, 132
-    found = driver.active.utils.get_device_properties(device.index)
-    return found["max_shared_mem"], found["multiprocessor_count"]
 
 
 def tree_attention(
@@ -64,7 +63,7 @@ def tree_attention(
     if rows == 0:
         return out
     group, half = heads // kv_heads, k_cache.dtype is FP8 and q.dtype is not torch.float32
-    shared, processors = _card(q.device)
+    shared, processors = card(q.device)
     longest = block_table.shape[1] * block
     cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), longest=longest, shared=shared, processors=processors)
     splits = splits or cut.splits
@@ -84,14 +83,16 @@ def tree_attention(
 
 
 @triton.jit
-def _visible(slot, position, low, high, valid, ctx, nodes, window, lowest, WINDOW: tl.constexpr, FIRST: tl.constexpr):
-    """[M, KEYS] bool: which slot positions each packed row sees. slot [KEYS]; position, valid, low and high halves of the word [M]."""
-    node = (slot - ctx)[None, :]
-    has, before = ancestor(low[:, None], high[:, None], node)
-    is_node = (node >= 0) & (nodes > 0)
-    seen = tl.where(is_node, has & (node < nodes), (nodes > 0) | (slot[None, :] <= position[:, None])) & valid[:, None]
+def _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW: tl.constexpr, FIRST: tl.constexpr):
+    """[M, KEYS] bool: which slot positions each packed row sees. slot [KEYS]; position (-1: none) and halves of the word [M]."""
+    node = slot - ctx
+    in_tree = ((node >= 0) & (node < nodes))[None, :]
+    half = tl.where((node >= 32)[None, :], high[:, None], low[:, None])
+    earlier = tl.where(slot < stop, slot, 2147483647)[None, :] <= position[:, None]
+    seen = tl.where(in_tree, ((half >> (node & 31)[None, :]) & 1) == 1, earlier)
     if WINDOW or FIRST:  # the key of an ancestor has the position ctx + number of ancestors before it
-        logical = tl.where(is_node, ctx + before, slot[None, :])
+        _, before = ancestor(low[:, None], high[:, None], node[None, :])
+        logical = tl.where(in_tree, ctx + before, slot[None, :])
         if WINDOW:
             seen = seen & (position[:, None] - logical < window)
         if FIRST:
@@ -100,21 +101,29 @@ def _visible(slot, position, low, high, valid, ctx, nodes, window, lowest, WINDO
 
 
 @triton.jit
+def _readable(slot, low, high, ctx, nodes, lower, stop):
+    """[KEYS] bool: slot positions that some row sees. low, high: halves of the word of all their ancestors."""
+    node = tl.where(nodes > 0, slot - ctx, -1)
+    has = ((tl.where(node >= 32, high, low) >> (node & 31)) & 1) == 1
+    return (slot >= lower) & (slot < stop) & ((node < 0) | has)
+
+
+@triton.jit
 def _ranges(position, valid, ctx, nodes, window, lowest, KEYS: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr):
-    """Slot positions (begin, whole, tail, stop), all but stop on tile borders: every row of the tile sees all of [whole, tail) and
-    nothing outside [begin, stop)."""
+    """Slot positions (lower, begin, whole, tail, stop), those between on tile borders: every row of the tile sees all of [whole, tail),
+    none anything outside [lower, stop)."""
     smallest = tl.min(tl.where(valid, position, 2147483647), 0)
     largest = tl.max(tl.where(valid, position, -1), 0)
     stop = tl.where(nodes > 0, ctx + nodes, largest + 1)
     tail = tl.where(nodes > 0, ctx, smallest + 1) // KEYS * KEYS
-    begin = lowest  # the first key that some row sees, and the first that all do
-    full = lowest
+    lower = tl.maximum(lowest, 0)  # the first key that some row sees, and the first that all do
+    full = lower
     if WINDOW:
-        begin = tl.maximum(begin, smallest - window + 1)
+        lower = tl.maximum(lower, smallest - window + 1)
         full = tl.maximum(full, largest - window + 1)
-    begin = tl.maximum(begin, 0) // KEYS * KEYS
-    whole = (tl.maximum(full, 0) + KEYS - 1) // KEYS * KEYS
-    return begin, tl.minimum(whole, tl.maximum(tail, begin)), tl.maximum(tail, begin), stop
+    begin = lower // KEYS * KEYS
+    whole = (full + KEYS - 1) // KEYS * KEYS
+    return lower, begin, tl.minimum(whole, tl.maximum(tail, begin)), tl.maximum(tail, begin), stop
 
 
 @triton.jit
@@ -151,8 +160,8 @@ def _attend(
         lowest = 0
         if FIRST:
             lowest = tl.load(first + b)
-        position = tl.load(positions + row, mask=valid, other=0).to(tl.int32)
-        begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
+        position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
+        lower, begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
         from_slot = begin
         if SPLIT:
             from_slot, stop = _share(begin, stop, tl.program_id(2), tl.num_programs(2), KEYS)
@@ -162,6 +171,7 @@ def _attend(
         if from_slot < stop:
             word = tl.load(tree_mask + row, mask=valid, other=0)
             low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+            any_low, any_high = any_of(low), any_of(high)
             q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
             if SINKS and not SPLIT:
                 top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
@@ -173,12 +183,17 @@ def _attend(
             tail = tl.minimum(tl.maximum(tail, whole), stop)
             for start in range(whole, tail, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(q, k_own, v_own, table, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
+                top, norm, acc = one_tile(
+                    q, k_own, v_own, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False
+                )
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
-            for start in range(from_slot, stop - skipped, KEYS):
+            for start in tl.range(from_slot, stop - skipped, KEYS, num_stages=1):
                 slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, KEYS)
-                seen = _visible(slot, position, low, high, valid, ctx, nodes, window, lowest, WINDOW, FIRST)
-                top, norm, acc = one_tile(q, k_own, v_own, table, slot, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
+                want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
+                seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
+                top, norm, acc = one_tile(
+                    q, k_own, v_own, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True
+                )
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:

@@ -7,13 +7,14 @@ tree. What makes it so:
   splits of `FIXED_SPLIT` keys; every split starts an online softmax anew, and one merge kernel sums the splits in order, always.
 - Tile sizes, and with them the instructions, follow from model and dtype. A tensor-core product gives each row of a tile the same sum
   over K wherever it lies in M and whoever else is there.
-- Tiles below the context are shared by all rows of a tree. In the at most two tiles above (65 with 64 nodes need no third: they are 64
-  keys long), which key lies where differs by path: each node gathers its ancestors and runs the same product, and keeps its own rows.
+- Tiles that end within the context are shared by all rows of a tree. In those that its paths touch (at most two of 64 keys for 64
+  nodes), which key lies where differs by path: each node gathers its ancestors and runs the same product, and keeps its own rows.
 - A tile of which a row sees nothing changes no bit of it: weight 0, factor 1. No multiply is fused with an add, so that the compiler
   has no choice between two roundings where masked and unmasked code differ.
 
 Cost beside the free order: packed rows are 64 whatever the tree (a context is read once per 64 / group nodes), every split is written
-and merged even in prefill (one part in hd of its operations), and a tree of N nodes adds up to 2 N tile products per KV head.
+and merged even in prefill (one part in hd of its operations), and a tree of N nodes adds up to 2 N tile products per KV head,
+in the one split that holds its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling
-from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, load_query, locate, merge, one_tile, rejects, workspace
+from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, card, load_query, locate, merge, one_tile, rejects, workspace
 from specdec.kernels.triton_fp8 import handed
 
 __all__ = ["rejects", "tree_attention"]
@@ -56,7 +57,7 @@ def tree_attention(
     sequences, (block, kv_heads) = ctx_lens.shape[0], k_cache.shape[1:3]
     out = q.new_empty(rows, heads * hd)
     group, half = heads // kv_heads, k_cache.dtype is FP8 and q.dtype is not torch.float32
-    cut = tiling.fixed(group, hd, q.element_size())
+    cut = tiling.fixed(group, hd, q.element_size(), card(q.device)[0])
     splits = max(1, triton.cdiv(block_table.shape[1] * block, tiling.FIXED_SPLIT))
     step = min(rows, max(1, room // (splits * heads * (hd + 2))))
     parts = workspace(q, splits, step)
@@ -78,19 +79,19 @@ def _ranges(
     position, valid, ctx, nodes, window, lowest, split,
     KEYS: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Logical positions (begin, whole, shared, stop) of a split, begin and whole on tile borders: every row sees all of [begin, whole);
-    up to `shared` the slots are the same for all rows; nothing is seen outside [begin, stop)."""
+    """Logical positions (lower, begin, whole, shared, stop) of a split, begin and whole on tile borders: every row sees all of
+    [begin, whole); up to `shared` the slots are the same for all rows; nothing is seen outside [lower, stop)."""
     smallest = tl.min(tl.where(valid, position, 2147483647), 0)
     stop = tl.minimum((split + 1) * SPAN, tl.max(tl.where(valid, position, -1), 0) + 1)
-    begin = lowest
+    lower = tl.maximum(lowest, 0)
     if WINDOW:
-        begin = tl.maximum(begin, smallest - window + 1)
-    begin = tl.maximum(tl.maximum(begin, 0) // KEYS * KEYS, split * SPAN)
+        lower = tl.maximum(lower, smallest - window + 1)
+    begin = tl.maximum(lower // KEYS * KEYS, split * SPAN)
     shared = tl.minimum(tl.maximum(tl.where(nodes > 0, ctx // KEYS * KEYS, stop), begin), stop)
     whole = tl.minimum(tl.maximum((smallest + 1) // KEYS * KEYS, begin), shared)
     if WINDOW or FIRST:
         whole = begin
-    return begin, whole, shared, stop
+    return lower, begin, whole, shared, stop
 
 
 @triton.jit
@@ -124,8 +125,10 @@ def _attend_fixed(
         lowest = 0
         if FIRST:
             lowest = tl.load(first + b)
-        position = tl.load(positions + row, mask=valid, other=0).to(tl.int32)
-        begin, whole, shared, stop = _ranges(position, valid, ctx, nodes, window, lowest, tl.program_id(2), KEYS, SPAN, WINDOW, FIRST)
+        position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
+        lower, begin, whole, shared, stop = _ranges(
+            position, valid, ctx, nodes, window, lowest, tl.program_id(2), KEYS, SPAN, WINDOW, FIRST
+        )
         at = (tl.program_id(2) * count + row - base) * heads + head
         top = tl.full([PACKED], float("-inf"), tl.float32)
         norm = tl.zeros([PACKED], tl.float32)
@@ -137,24 +140,31 @@ def _attend_fixed(
             table = block_table + b.to(tl.int64) * table_row
             for start in range(begin, whole, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(q, k_own, v_own, table, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
+                top, norm, acc = one_tile(
+                    q, k_own, v_own, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False
+                )
             common = tl.cdiv(shared - whole, KEYS)  # masked tiles for all rows together; then, node by node, those of its path
             each = tl.cdiv(stop - shared, KEYS)
             members = tl.max(tl.where(valid, packed // GROUP, -1), 0) + 1
-            for item in range(0, common + each * members):
+            for item in tl.range(0, common + each * members, num_stages=1):
                 member = tl.maximum(item - common, 0) // tl.maximum(each, 1)
                 on_path = item >= common
                 start = tl.where(on_path, shared + (item - common - member * each) * KEYS, whole + item * KEYS)
                 logical = start + tl.arange(0, KEYS)
-                word = tl.load(tree_mask + tl.min(row, 0) + member)
-                slot = tl.where(on_path, _path_slots(logical, ctx, word), logical)
-                mine = valid & ((packed // GROUP == member) | (item < common))
-                seen = mine[:, None] & (logical[None, :] <= position[:, None])
+                of_member = tl.min(row, 0) + member
+                slot = tl.where(on_path, _path_slots(logical, ctx, tl.load(tree_mask + of_member)), logical)
+                end = tl.where(on_path, tl.load(positions + of_member).to(tl.int32) + 1, stop)
+                want = (logical >= lower) & (logical < end)
+                # no row but the node's own sees its path
+                reach = tl.where((packed // GROUP == member) | (item < common), position, -1)
+                seen = logical[None, :] <= reach[:, None]
                 if WINDOW:
                     seen = seen & (position[:, None] - logical[None, :] < window)
                 if FIRST:
                     seen = seen & (logical >= lowest)[None, :]
-                top, norm, acc = one_tile(q, k_own, v_own, table, slot, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
+                top, norm, acc = one_tile(
+                    q, k_own, v_own, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True
+                )
             tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
         tl.store(top_parts + at, top, mask=valid)
         tl.store(norm_parts + at, norm, mask=valid)

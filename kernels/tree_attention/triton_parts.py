@@ -9,10 +9,13 @@ Splits leave (acc, max, sum) per row and head in a float32 workspace; those with
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from specdec.kernels.kv_fp8 import FP8
 from specdec.kernels.tree_attention.tiling import power_of_two
@@ -34,6 +37,15 @@ def rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: objec
     if q.stride(2) != 1 or k_cache.stride(3) != 1 or k_cache.stride() != v_cache.stride():
         return "strides: the last dimension must be dense, K and V laid out alike"
     return None
+
+
+@cache
+def card(device: torch.device) -> tuple[int, int]:
+    """(bytes of shared memory a program may have, processors); as on Hopper for the interpreter."""
+    if device.type != "cuda":
+        return 232448, 132
+    found = driver.active.utils.get_device_properties(device.index)
+    return found["max_shared_mem"], found["multiprocessor_count"]
 
 
 def workspace(q: Tensor, splits: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +166,17 @@ def ancestor(low, high, node):
 
 
 @triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def any_of(words):
+    """The bits that some of the int32 words [M] have."""
+    return tl.reduce(words, 0, _either)
+
+
+@triton.jit
 def load_query(q_base, row, head, mask, q_row, q_head, column, HALF: tl.constexpr):
     """q [M, WIDTH]; HALF: for products with FP8 keys in float16, which holds every code exactly. |q| beyond its range is cut."""
     place = row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + column[None, :]
@@ -166,20 +189,32 @@ def load_query(q_base, row, head, mask, q_row, q_head, column, HALF: tl.constexp
 
 
 @triton.jit
+def _load(pointers, inside, wanted, WHOLE: tl.constexpr, MASKED: tl.constexpr):
+    """What is inside the head (all of it where WHOLE) at the slots wanted (all of them unless MASKED), else 0."""
+    if MASKED:
+        return tl.load(pointers, mask=inside & wanted, other=0.0)
+    elif WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside & wanted, other=0.0)
+
+
+@triton.jit
 def one_tile(
-    q, k_own, v_own, table, slot, seen, top, norm, acc, scale, kv_block, kv_slot,
+    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
     BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys at `slot` [KEYS]; seen [M, KEYS] counts where MASKED. Returns the new top, norm, acc."""
+    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
+
+    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
+    """
     column = tl.arange(0, acc.shape[1])
-    inside = column < HD
-    wanted = tl.full(slot.shape, 1, tl.int1)
-    if MASKED:  # what no row sees may hold anything, NaN included
-        wanted = tl.max(seen.to(tl.int32), 0) == 1
+    if not MASKED:
+        wanted = tl.full(slot.shape, 1, tl.int1)
     blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
     address = blocks.to(tl.int64) * kv_block + (slot % BLOCK) * kv_slot
     keys = k_own + address[None, :] + column[:, None]
-    k = from_cache(tl.load(keys, mask=inside[:, None] & wanted[None, :], other=0.0), q.dtype)
+    k = from_cache(_load(keys, column[:, None] < HD, wanted[None, :], acc.shape[1] == HD, MASKED), q.dtype)
     scores = dot(q, k, tl.zeros([q.shape[0], slot.shape[0]], tl.float32)) * scale
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
@@ -190,5 +225,5 @@ def one_tile(
     p = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
     values = v_own + address[:, None] + column[None, :]
-    v = from_cache(tl.load(values, mask=wanted[:, None] & inside[None, :], other=0.0), q.dtype)
+    v = from_cache(_load(values, column[None, :] < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
     return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])

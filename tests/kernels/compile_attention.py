@@ -25,6 +25,7 @@ from tests.kernels.compile_triton import compiling
 
 MODELS = {"group 4": (32, 8, 128), "group 8": (64, 8, 128), "group 3": (9, 3, 64)}  # heads, KV heads, head size
 NODES = (1, 8, 64)
+CARDS = {90: (232448, 132), 80: (166912, 108)}  # bytes of shared memory a program may have, processors
 
 
 def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
@@ -59,6 +60,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     kernels: list[tuple[str, Any]] = []
     compiling(int(sys.argv[1]), kernels)
+    for module in (free, fixed):
+        module.card = lambda device: CARDS[int(sys.argv[1])]
     report = {}
     for name, args, kwargs in calls():
         for backend, fn in (("triton", free.tree_attention), ("triton_fixed", fixed.tree_attention)):
