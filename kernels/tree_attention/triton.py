@@ -155,8 +155,7 @@ def _attend(
         if not SPLIT:  # the merge writes the zeros of the padding rows
             tl.store(out + pair.to(tl.int64)[:, None] * HD + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
     elif tl.max(valid.to(tl.int32), 0) == 1:
-        ctx = tl.load(ctx_lens + b)
-        nodes = tl.load(tree_len + b)
+        ctx, nodes = tl.load(ctx_lens + b), tl.load(tree_len + b)
         lowest = 0
         if FIRST:
             lowest = tl.load(first + b)
@@ -166,8 +165,7 @@ def _attend(
         if SPLIT:
             from_slot, stop = _share(begin, stop, tl.program_id(2), tl.num_programs(2), KEYS)
             at = tl.program_id(2) * rows * heads + pair
-        top = tl.full([PACKED], float("-inf"), tl.float32)
-        norm = tl.zeros([PACKED], tl.float32)
+        top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if from_slot < stop:
             word = tl.load(tree_mask + row, mask=valid, other=0)
             low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
@@ -176,24 +174,19 @@ def _attend(
             if SINKS and not SPLIT:
                 top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 norm = norm + 1.0
-            k_own = k_base + own * kv_head
-            v_own = v_base + own * kv_head
+            k, v = k_base + own * kv_head, v_base + own * kv_head
             table = block_table + b.to(tl.int64) * table_row
             whole = tl.minimum(tl.maximum(whole, from_slot), stop)
             tail = tl.minimum(tl.maximum(tail, whole), stop)
             for start in range(whole, tail, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(
-                    q, k_own, v_own, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False
-                )
+                top, norm, acc = one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
             for start in tl.range(from_slot, stop - skipped, KEYS, num_stages=1):
                 slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, KEYS)
                 want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
                 seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
-                top, norm, acc = one_tile(
-                    q, k_own, v_own, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True
-                )
+                top, norm, acc = one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:

@@ -120,8 +120,7 @@ def _attend_fixed(
     if tl.max(valid.to(tl.int32), 0) == 1:
         head = own * GROUP + packed % GROUP
         mask = valid[:, None] & (column < HD)[None, :]
-        ctx = tl.load(ctx_lens + b)
-        nodes = tl.load(tree_len + b)
+        ctx, nodes = tl.load(ctx_lens + b), tl.load(tree_len + b)
         lowest = 0
         if FIRST:
             lowest = tl.load(first + b)
@@ -130,19 +129,15 @@ def _attend_fixed(
             position, valid, ctx, nodes, window, lowest, tl.program_id(2), KEYS, SPAN, WINDOW, FIRST
         )
         at = (tl.program_id(2) * count + row - base) * heads + head
-        top = tl.full([PACKED], float("-inf"), tl.float32)
-        norm = tl.zeros([PACKED], tl.float32)
+        top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if begin < stop:
             acc = tl.zeros([PACKED, column.shape[0]], tl.float32)
             q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
-            k_own = k_base + own * kv_head
-            v_own = v_base + own * kv_head
+            k, v = k_base + own * kv_head, v_base + own * kv_head
             table = block_table + b.to(tl.int64) * table_row
             for start in range(begin, whole, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(
-                    q, k_own, v_own, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False
-                )
+                top, norm, acc = one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
             common = tl.cdiv(shared - whole, KEYS)  # masked tiles for all rows together; then, node by node, those of its path
             each = tl.cdiv(stop - shared, KEYS)
             members = tl.max(tl.where(valid, packed // GROUP, -1), 0) + 1
@@ -162,9 +157,7 @@ def _attend_fixed(
                     seen = seen & (position[:, None] - logical[None, :] < window)
                 if FIRST:
                     seen = seen & (logical >= lowest)[None, :]
-                top, norm, acc = one_tile(
-                    q, k_own, v_own, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True
-                )
+                top, norm, acc = one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
             tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
         tl.store(top_parts + at, top, mask=valid)
         tl.store(norm_parts + at, norm, mask=valid)
