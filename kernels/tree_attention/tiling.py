@@ -8,9 +8,10 @@ is read once. With more (64 nodes × group 8 = 512 rows: four tiles) the tiles o
 the keys through L2: each reads them, four times the bytes out of L2, but in the 5.1 times longer that the products then take, so that
 L2 delivers 0.8 R. DRAM still reads once as long as the tiles keep step within the 50 MB of L2.
 
-The argument for the splits: batch 1 with 8 KV heads makes 8 programs, and one processor draws some 1/100 of R at best. Enough splits
-to give every processor one program of eight warps or two of four, in one wave; each at least two tiles long. A split costs its partial
-result written and read, M·hd·8 bytes against the hd·w·2·L/S of its keys: at M = 64, L = 8192, S = 16 that is half of them, out of L2.
+The argument for the splits: batch 1 with 8 KV heads makes 8 programs, and a processor with two tiles of 32 KiB in flight draws 64 KiB
+a latency: reckoning that as a microsecond, a seventieth of R. Hence enough splits to give every processor one program of eight warps
+or two of four, in one wave, each split at least two tiles long. It costs its partial result written and read, M·hd·8 bytes, against the
+2·hd·w·L/S of its keys: at M = 64, L = 8192, S = 16 and bfloat16 a quarter of them, out of L2. None of this is measured yet.
 """
 
 from __future__ import annotations
