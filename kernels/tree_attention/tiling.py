@@ -2,10 +2,10 @@
 
 The argument for the tile, on a card that reads R = 4.5 TB/s and does F = 450 TFLOP/s in attention over 132 processors. Per KV head and
 key, M packed rows (nodes × query heads of the group) cost 2·hd·w bytes (w bytes a number) and 4·hd·M operations: reading takes longer
-up to M = w·F / 2R, that is M = 100 for bfloat16 and 50 for FP8. Hence a tile holds up to 128 packed rows (64 before
-Hopper), and up to there the context is read once. With more (64 nodes × group 8 = 512 rows: four tiles) the tiles of one sequence, head and split run side by side and share
-the keys through L2: each reads them, four times the bytes out of L2, but in the 5.1 times longer that the products then take, so that
-L2 delivers 0.8 R. DRAM still reads once as long as the tiles keep step within the 50 MB of L2.
+up to M = w·F / 2R, that is M = 100 for bfloat16 and 50 for FP8. Hence a tile holds up to 128 packed rows (64 before Hopper), and up to
+there the context is read once. With more (64 nodes × group 8 = 512 rows: four tiles) the tiles of one sequence, head and split run side
+by side and share the keys through L2: each reads them, four times the bytes out of L2, but in the 5.1 times longer that the products
+then take, so that L2 delivers 0.8 R. DRAM still reads once as long as the tiles keep step within the 50 MB of L2.
 
 The argument for the splits: batch 1 with 8 KV heads makes 8 programs, and a processor with two tiles of 32 KiB in flight draws 64 KiB
 a latency: reckoning that as a microsecond, a seventieth of R. Hence enough splits to give every processor one program of eight warps
