@@ -26,6 +26,7 @@ from specdec.kernels.rope import triton as rope
 from specdec.kernels.silu_mul import triton as silu
 from specdec.kernels.silu_mul_fp8 import triton as silu_fp8
 from specdec.kernels.tree_attention import triton as attention
+from specdec.kernels.tree_attention import triton_fixed as fixed_attention
 from specdec.kernels.tree_build import triton as build
 from specdec.kernels.tree_walk import triton as walk
 from specdec.kernels.triton_common import INTERPRETED
@@ -57,6 +58,7 @@ BACKENDS: dict[str, Backend] = {
     "rope_write_kv": _backend(rope.rope_write_kv, rope.rejects),
     "move_kv": _backend(move.move_kv, move.rejects),
     "tree_attention": _backend(attention.tree_attention, attention.rejects, fixed_order=False),
+    "tree_attention_fixed": _backend(fixed_attention.tree_attention, fixed_attention.rejects, name="triton_fixed"),
     "gumbel_argmax": _backend(noise.gumbel_argmax, noise.rejects_argmax),
     "gumbel_noise": _backend(noise.gumbel_noise, noise.rejects_ids),
     "moe_route": _backend(route.moe_route, route.rejects),

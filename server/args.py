@@ -66,7 +66,7 @@ _ENGINE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("dtype", str, "auto = float32 on the CPU, the checkpoint's on CUDA"),
     ("quantization", str, "fp8 converts unquantised weights at load, none makes any dense; absent = the checkpoint's own storage"),
     ("act_dtype", str, "fp8 = FP8 weights meet activations rounded to FP8 (W8A8); auto = activations stay as they are"),
-    ("kv_dtype", str, "auto = the activation dtype"),
+    ("kv_dtype", str, "auto = the activation dtype; fp8 halves the KV"),
     ("block_size", int, "tokens per KV block"),
     ("num_kv_blocks", int, "size of the KV pool in blocks"),
     ("kv_cache_bytes", int, "size of the KV pool in bytes"),
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         spec.add_argument(f"--{flag}", dest=f"spec_{dest}", metavar=dest.upper(), type=convert, help=text)
     engine = p.add_argument_group("engine (absent = the default of LLM)")
     for name, kind, text in _ENGINE_FLAGS:
-        choices = DTYPE_CHOICES if name in ("dtype", "kv_dtype") else None
+        choices = {"dtype": DTYPE_CHOICES, "kv_dtype": (*DTYPE_CHOICES, "fp8")}.get(name)
         engine.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, help=text)
     engine.add_argument("--deterministic", action="store_true", help="bit-identical output whatever the batch and the drafts")
     engine.add_argument(

@@ -18,6 +18,7 @@ from specdec.cache.sizing import PoolSize, block_bytes, host_memory, size_pool
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.kernels.kv_fp8 import FP8
 from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
@@ -148,7 +149,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             spec,
             proposers,
             runner.measure,
-            key=f"{loaded.fingerprint}-{loaded.model.dtype}-{device.type}",
+            key=_costs_key(loaded, kv_dtype, device),
             max_model_len=size.max_model_len,
             cache=cache_dir() / "costs",
         ),
@@ -157,13 +158,19 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     )
 
 
+def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:
+    """What the measured costs of a step depend on."""
+    other_kv = "" if kv_dtype is loaded.model.dtype else f"-{kv_dtype}"
+    return f"{loaded.fingerprint}-{loaded.model.dtype}{other_kv}-{device.type}"
+
+
 def _verifier(config: SpecConfig, proposers: dict[str, Proposer]) -> Verifier:
     coupled = [name for name, proposer in proposers.items() if getattr(proposer, "noise_coupled", False)]
     return Verifier(config.verify, synthetic_acceptance=config.synthetic_acceptance or (), noise_coupled=coupled)
 
 
 def _kv_dtype(name: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
     if name not in dtypes:
         raise ConfigError(f"kv_dtype must be auto, {', '.join(dtypes)}, got {name!r}", param="kv_dtype")
     return dtypes[name]

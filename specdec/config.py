@@ -231,7 +231,8 @@ class EngineConfig:
     act_dtype: what FP8 weights are multiplied by: "auto" = activations as they are (W8A16), "fp8" = rounded to e4m3, each row by its own
     largest magnitude (W8A8: faster from some hundred rows on, further from the unquantised model). It is fixed here and never
     depends on the number of rows.
-    kv_dtype: "auto" = activation dtype. block_size: tokens per KV block.
+    kv_dtype: "auto" = activation dtype; "fp8" halves the KV (e4m3, the checkpoint's scales or 1; on the CPU by the references,
+    slowly). block_size: tokens per KV block.
     num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).

@@ -30,6 +30,7 @@ from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.int4_linear.planes import Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.mass_cut import bisection as cut_bisection
@@ -109,7 +110,7 @@ def _attention_rejects(q: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | 
     return None if q.shape[2] in _HEAD_SIZES else f"compiled for head sizes {_HEAD_SIZES} only"
 
 
-def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *_: Any) -> str | None:
+def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | None:
     if qkv.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
         return _NEEDS_F32
     return None if k_cache.shape[3] % 2 == 0 else "head size must be even"
@@ -161,8 +162,9 @@ _MASS_CUT = _register("mass_cut", cut_reference.mass_cut, _first_not_f32, Backen
 _TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
 _TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
 _TREE_WALK = _register("tree_walk", walk_reference.tree_walk, None)
+_FIXED = _TRITON.get("tree_attention_fixed", Backend("triton_fixed", attention_reference.tree_attention, ("cuda",), missing=_WHY_NO_TRITON))
 _MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
-_TREE_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _MATMUL)
+_TREE_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
 
 _STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
 _DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers=_STACK_PARTS)
@@ -259,13 +261,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _SILU_MUL(gate_up)
 
 
-def rope_write_kv(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+def rope_write_kv(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, kv_scales: Scales = UNSCALED
+) -> Tensor:
     """Half-split RoPE on q and k, k and v into the cache. Returns q [T,nh,hd].
 
     qkv [T,(nh+2*nkv)*hd], positions [T] i64 < P, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 flat
-    (block * bs + offset), -1 = no write; other slots distinct.
+    (block * bs + offset), -1 = no write; other slots distinct. kv_scales: of FP8 caches (`kernels/kv_fp8.py`).
     """
-    return _ROPE_WRITE_KV(qkv, positions, cos, sin, k_cache, v_cache, slots)
+    return _ROPE_WRITE_KV(qkv, positions, cos, sin, k_cache, v_cache, slots, **scaled(k_cache, kv_scales))
 
 
 def tree_attention(
@@ -283,15 +287,18 @@ def tree_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     first: Tensor | None = None,
+    kv_scales: Scales = UNSCALED,
 ) -> Tensor:
     """Paged attention for causal and tree rows (`specdec.types.Batch`). Returns [T, nh*hd]; rows past cu_query[B] are 0.
 
     q [T,nh,hd], caches [NB,bs,nkv,hd], block_table [B,M] i32, cu_query [B+1] i32, ctx_lens and tree_len [B] i32,
     tree_mask [T] i64, positions [T] i64, sinks [nh], first [B] i32. A key at logical position p is visible iff p >= first (at
-    most the row's own position) and positions - p < window. The rows of a tree are any of its tree_len nodes.
+    most the row's own position) and positions - p < window. The rows of a tree are any of its tree_len nodes. kv_scales: of
+    FP8 caches (`kernels/kv_fp8.py`).
     """
     rows = cu_query, ctx_lens, tree_len, tree_mask, positions
-    return _TREE_ATTENTION(q, k_cache, v_cache, block_table, *rows, scale=scale, window=window, sinks=sinks, first=first)
+    options = {"scale": scale, "window": window, "sinks": sinks, "first": first, **scaled(k_cache, kv_scales)}
+    return _TREE_ATTENTION(q, k_cache, v_cache, block_table, *rows, **options)
 
 
 def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:

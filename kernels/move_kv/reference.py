@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from specdec.kernels.kv_fp8 import raw
+
 
 def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:
     """caches [NB,bs,nkv,hd] per layer; src, dst [n] i64 flat slots: slot dst[i] gets what slot src[i] held before the call.
@@ -13,5 +15,5 @@ def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Te
     if src.numel() == 0:
         return
     for cache in (*k_caches, *v_caches):
-        flat = cache.view(-1, *cache.shape[-2:])
+        flat = raw(cache).view(-1, *cache.shape[-2:])
         flat.index_copy_(0, dst, flat.index_select(0, src))

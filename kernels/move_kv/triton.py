@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.kv_fp8 import raw
+
 _TILE = 1024
 
 
@@ -21,6 +23,7 @@ def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Te
     """Shapes in `specdec.ops.move_kv`. Layers at equal distances in memory (one allocation) share the launches."""
     if src.shape[0] == 0:
         return
+    k_caches, v_caches = ([raw(c) for c in caches] for caches in (k_caches, v_caches))
     step = _distance(k_caches, v_caches)
     if step is None:
         for k, v in zip(k_caches, v_caches, strict=True):

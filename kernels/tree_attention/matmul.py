@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.kv_fp8 import UNSCALED, Scales, gather
+
 
 def tree_attention(
     q: Tensor,
@@ -21,6 +23,7 @@ def tree_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     first: Tensor | None = None,
+    kv_scales: Scales = UNSCALED,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. One masked softmax per sequence over its keys in slot order."""
     out = torch.zeros_like(q)
@@ -34,9 +37,9 @@ def tree_attention(
             place = torch.arange(total, device=q.device)
             block = k_cache.shape[1]
             slots = block_table[b].long()[place // block] * block + place % block
-            keys, values = (c.view(-1, *c.shape[-2:])[slots].float() for c in (k_cache, v_cache))
+            keys, values = (gather(c.view(-1, *c.shape[-2:]), slots) for c in (k_cache, v_cache))
             seen = _visible(positions[rows], tree_mask[rows], place, ctx, trees[b] > 0, window, begins[b])
-            out[rows] = _attend(q[rows], keys, values, seen, scale, sinks)
+            out[rows] = (_attend(q[rows], keys, values, seen, scale * kv_scales[0], sinks) * kv_scales[1]).to(q.dtype)
     return out.flatten(1)
 
 
@@ -53,7 +56,7 @@ def _visible(positions: Tensor, words: Tensor, place: Tensor, ctx: int, tree: bo
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """q [n,nh,hd], keys and values [L,nkv,hd] f32, seen [n,L] -> [n,nh,hd]."""
+    """q [n,nh,hd], keys and values [L,nkv,hd] f32, seen [n,L] -> [n,nh,hd] f32."""
     n, heads, hd = q.shape
     nkv = keys.shape[1]
     grouped = q.float().view(n, nkv, heads // nkv, hd)
@@ -62,4 +65,4 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float,
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().view(1, heads, 1).expand(n, heads, 1)), dim=-1)
     p = torch.softmax(scores, dim=-1)[..., : keys.shape[0]].reshape(n, nkv, heads // nkv, -1)
-    return torch.einsum("nkgl,lkd->nkgd", p, values).reshape(n, heads, hd).to(q.dtype)
+    return torch.einsum("nkgl,lkd->nkgd", p, values).reshape(n, heads, hd)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.kv_fp8 import UNSCALED, Scales, gather
+
 TILE = 64
 
 
@@ -29,6 +31,7 @@ def tree_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     first: Tensor | None = None,
+    kv_scales: Scales = UNSCALED,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. Logical keys in fixed tiles of 64 from 0, merged in order.
 
@@ -44,7 +47,8 @@ def tree_attention(
         begin = 0 if first is None else int(first[b])
         block = k_cache.shape[1]
         slots = block_table[b].long()[place // block] * block + place % block
-        out[rows] = _rows(q[rows], k_cache, v_cache, slots, positions[rows], scale, window, sinks, begin)
+        mixed = _rows(q[rows], k_cache, v_cache, slots, positions[rows], scale * kv_scales[0], window, sinks, begin)
+        out[rows] = (mixed * kv_scales[1]).to(q.dtype)
     return out.flatten(1)
 
 
@@ -83,7 +87,7 @@ def _rows(
     sinks: Tensor | None,
     begin: int,
 ) -> Tensor:
-    """q [n,nh,hd], slots [n,L] -> [n,nh,hd]: online softmax over the tiles."""
+    """q [n,nh,hd], slots [n,L] -> [n,nh,hd] f32: online softmax over the tiles."""
     n, heads, hd = q.shape
     group = heads // k_cache.shape[2]
     keys, values = (c.view(-1, *c.shape[-2:]) for c in (k_cache, v_cache))
@@ -97,7 +101,7 @@ def _rows(
         if window is not None:
             seen &= positions.unsqueeze(1) - index < window
         tile = slots[:, start : start + TILE]
-        k, v = (c[tile].float().repeat_interleave(group, dim=2) for c in (keys, values))  # [n, TILE, nh, hd]
+        k, v = (gather(c, tile).repeat_interleave(group, dim=2) for c in (keys, values))  # [n, TILE, nh, hd]
         scores = halving_sum(wide.unsqueeze(1) * k, 3).masked_fill(~seen.unsqueeze(2), -torch.inf)  # [n, TILE, nh]
         new_top = torch.maximum(top, scores.amax(1))
         base = torch.where(new_top == -torch.inf, 0.0, new_top)  # a tile before the first visible key changes nothing
@@ -106,4 +110,4 @@ def _rows(
         v = torch.where(seen[:, :, None, None], v, 0.0)  # unseen slots may hold anything, NaN included
         acc = acc * shrink.unsqueeze(2) + halving_sum(p.unsqueeze(3) * v, 1)
         top = new_top
-    return (acc / norm.unsqueeze(2)).to(q.dtype)
+    return acc / norm.unsqueeze(2)

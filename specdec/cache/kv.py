@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec import memory, ops
 from specdec.cache.pool import BlockPool
 from specdec.errors import ConfigError
+from specdec.kernels.kv_fp8 import raw
 from specdec.types import KVGroup
 
 
@@ -27,7 +28,8 @@ class _Store:
         self.values = [self.data[i, 1] for i in range(num_layers)]
 
     def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
-        self.data[:, :, dst] = self.data[:, :, src]
+        data = raw(self.data)
+        data[:, :, dst] = data[:, :, src]
 
 
 class Companion:

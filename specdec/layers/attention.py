@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec import ops
+from specdec.kernels.kv_fp8 import UNSCALED, Scales
 from specdec.layers.linear import Linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
@@ -33,6 +34,7 @@ class Attention:
 
     head_norms: norms [hd] of every query head and of every key head, before RoPE. sinks [nh]: a logit per query head that takes
     part in the softmax and has no value.
+    kv_scales: of K and of V in an FP8 cache.
     """
 
     qkv: Linear
@@ -42,6 +44,7 @@ class Attention:
     window: int | None = None
     head_norms: tuple[RMSNorm, RMSNorm] | None = None
     sinks: Tensor | None = None
+    kv_scales: Scales = UNSCALED
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
@@ -50,7 +53,7 @@ class Attention:
         """
         k_cache, v_cache = caches
         qkv = self.qkv(x) if self.head_norms is None else self._normalised(self.qkv(x), *self.head_norms)
-        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots)
+        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots, self.kv_scales)
         mixed = ops.tree_attention(
             q,
             k_cache,
@@ -65,6 +68,7 @@ class Attention:
             window=self.window,
             sinks=self.sinks,
             first=batch.first_key,
+            kv_scales=self.kv_scales,
         )
         return self.out(mixed)
 

@@ -14,6 +14,7 @@ from specdec.layers.decoder import Layer
 from specdec.layers.linear import Linear, RawWeight, make_linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
+from specdec.models.kv_scales import kv_scales
 from specdec.models.weights import Weights
 
 
@@ -120,4 +121,5 @@ class Builder:
             scale=c.head_dim**-0.5,
             window=c.windows[index],
             head_norms=(self.norm(f"{prefix}.q_norm", c.head_dim), self.norm(f"{prefix}.k_norm", c.head_dim)) if c.qk_norm else None,
+            kv_scales=kv_scales(self.weights, prefix, self.used),
         )

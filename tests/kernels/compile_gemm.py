@@ -55,7 +55,7 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
 
 
-def compile_all(only_usual: bool, kernels: list[Any]) -> dict[str, dict[str, int]]:
+def compile_all(only_usual: bool, kernels: list[tuple[str, Any]]) -> dict[str, dict[str, int]]:
     """Per launch its resources. kernels: where `compiling` puts what it compiles."""
     found: dict[str, dict[str, int]] = {}
     for op, candidates in CANDIDATES.items():
@@ -64,7 +64,7 @@ def compile_all(only_usual: bool, kernels: list[Any]) -> dict[str, dict[str, int
             args = next(args for name, args in calls(tiling) if name == op)
             with forced(tiling):
                 BACKENDS[op.split()[0]].fn(*args)
-            found[f"{op}: {tiling}"] = resources(kernels[-1])
+            found[f"{op}: {tiling}"] = resources(kernels[-1][1])
     return found
 
 
@@ -83,6 +83,6 @@ class forced:
 
 
 if __name__ == "__main__":
-    compiled: list[Any] = []
-    compiling(int(sys.argv[1]), {}, compiled)
+    compiled: list[tuple[str, Any]] = []
+    compiling(int(sys.argv[1]), compiled)
     print(json.dumps(compile_all("usual" in sys.argv, compiled)))

@@ -24,8 +24,8 @@ from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
 
 
-def compiling(capability: int, shared: dict[str, int], kernels: list[Any] | None = None) -> None:
-    """From here on a launch compiles for `capability`, notes the kernel's shared memory in `shared` and puts it into `kernels`."""
+def compiling(capability: int, kernels: list[tuple[str, Any]]) -> None:
+    """From here on a launch compiles for `capability` and adds its (name, compiled kernel) to `kernels`."""
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -34,9 +34,7 @@ def compiling(capability: int, shared: dict[str, int], kernels: list[Any] | None
 
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
-        shared[f"{len(shared)} {self.__name__}"] = kernel.metadata.shared
-        if kernels is not None:
-            kernels.append(kernel)
+        kernels.append((self.__name__, kernel))
         return kernel
 
     JITFunction.run = compile_only
@@ -107,7 +105,7 @@ def moe_calls() -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    found: dict[str, int] = {}
+    found: list[tuple[str, Any]] = []
     compiling(int(sys.argv[1]), found)
     for args, kwargs in attention_calls():
         BACKENDS["tree_attention"].fn(*args, **kwargs)
@@ -115,4 +113,4 @@ if __name__ == "__main__":
         BACKENDS[op].fn(*args)
     for args in moe_calls():
         BACKENDS["moe_experts"].fn(*args)
-    print(json.dumps(found))
+    print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +37,15 @@ def implementations(device: str = "cpu") -> list[tuple[str, Backend, str | None]
         for backend in op.usable.get(device, []):
             out += [(name, backend, v) for v in (variants() if backend.name == "cpu" else [None])]
     return out
+
+
+def marked(entries: list[tuple[str, Backend, str | None]]) -> list[Any]:
+    """For parametrize: what takes the interpreter minutes counts as slow; `test_attention_fixed.py` has quick cases for it."""
+    slow = [e[1].name == "triton_fixed" and not torch.cuda.is_available() for e in entries]
+    return [
+        pytest.param(e, marks=pytest.mark.slow, id=label(e)) if s else pytest.param(e, id=label(e))
+        for e, s in zip(entries, slow, strict=True)
+    ]
 
 
 def label(entry: tuple[str, Backend, str | None]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec import ops
 from specdec.kernels.inputs import ancestor_words, chain, depths, random_tree, star
 from specdec.kernels.registry import Backend
-from tests.kernels.matrix import implementations, label, use
+from tests.kernels.matrix import implementations, marked, use
 
 HEADS, KV, HD, BLOCK = 6, 2, 32, 16
 ENTRIES = [e for e in implementations() if e[0] == "tree_attention" and e[1].fixed_order]
@@ -48,7 +48,7 @@ class Path:
         )
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=label)
+@pytest.mark.parametrize("entry", marked(ENTRIES))
 @pytest.mark.parametrize("kwargs", [{}, {"window": 40}, {"sinks": torch.linspace(-2.0, 3.0, HEADS)}], ids=["full", "window", "sinks"])
 @pytest.mark.parametrize("ctx", [0, 37, 120])
 def test_prefill_decode_chain_and_tree_agree_to_the_bit(entry: tuple[str, Backend, str | None], kwargs: dict, ctx: int) -> None:
@@ -65,7 +65,7 @@ def test_prefill_decode_chain_and_tree_agree_to_the_bit(entry: tuple[str, Backen
         assert torch.equal(path.run(backend, rows, {}, ctx, ancestor_words(chain(64)), **kwargs), prefill[rows])
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=label)
+@pytest.mark.parametrize("entry", marked(ENTRIES))
 @pytest.mark.parametrize("parents", [star(64), random_tree(64, 1), random_tree(40, 2)], ids=["star", "tree of 64", "tree of 40"])
 def test_every_path_of_a_tree_equals_its_own_sequence(entry: tuple[str, Backend, str | None], parents: list[int]) -> None:
     _, backend, variant = entry
@@ -85,7 +85,7 @@ def test_every_path_of_a_tree_equals_its_own_sequence(entry: tuple[str, Backend,
         assert torch.equal(tree[nodes], alone)
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=label)
+@pytest.mark.parametrize("entry", marked(ENTRIES))
 def test_a_depth_of_a_tree_alone_has_the_bits_of_the_whole_tree(entry: tuple[str, Backend, str | None]) -> None:
     """A draft head runs one depth at a time over keys it wrote before: the same rows, whoever runs with them."""
     _, backend, variant = entry
@@ -110,7 +110,7 @@ def test_a_depth_of_a_tree_alone_has_the_bits_of_the_whole_tree(entry: tuple[str
             assert torch.equal(run(nodes), together[nodes])
 
 
-@pytest.mark.parametrize("entry", [e for e in implementations() if e[0] == "tree_attention"], ids=label)
+@pytest.mark.parametrize("entry", marked([e for e in implementations() if e[0] == "tree_attention"]))
 def test_keys_before_first_have_no_part(entry: tuple[str, Backend, str | None]) -> None:
     """Against a naive softmax over the visible keys in float64; hidden slots hold NaN."""
     _, backend, variant = entry

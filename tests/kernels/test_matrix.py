@@ -8,7 +8,7 @@ import torch
 from specdec import ops
 from specdec.kernels.registry import Backend
 from specdec.kernels.tolerances import TOLERANCE
-from tests.kernels.matrix import ALL_CASES, call, cases, first_rows, implementations, label, poisoned, use
+from tests.kernels.matrix import ALL_CASES, call, cases, first_rows, implementations, label, marked, poisoned, use
 
 MATRIX = implementations()
 
@@ -30,7 +30,7 @@ def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], tole
         torch.testing.assert_close(a, e, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("entry", MATRIX, ids=label)
+@pytest.mark.parametrize("entry", marked(MATRIX))
 def test_agrees_with_the_reference(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry
     # the last backend of an op is its reference; for the dense linear layer the row-wise one plays that part
@@ -43,7 +43,7 @@ def test_agrees_with_the_reference(entry: tuple[str, Backend, str | None]) -> No
         _assert_close(after, expected_after, TOLERANCE[op], f"{op} {case.name}, arguments after the call")
 
 
-@pytest.mark.parametrize("entry", [e for e in MATRIX if e[1].fixed_order], ids=label)
+@pytest.mark.parametrize("entry", marked([e for e in MATRIX if e[1].fixed_order]))
 def test_a_row_does_not_depend_on_the_rows_beside_it(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry
     for case in cases(op, backend):
@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(entry: tuple[str, Backend, 
 
 
 @pytest.mark.parametrize(
-    "entry", [e for e in MATRIX if e[1].fixed_order and not e[1].name.startswith("triton")], ids=label
+    "entry", [e for e in MATRIX if e[1].fixed_order and "triton" not in e[1].name], ids=label
 )  # one thread, interpreted
 def test_bits_do_not_depend_on_the_thread_count(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry

@@ -1,0 +1,69 @@
+"""How the Triton kernels cut a call into programs, from what the host knows without asking the device. Pure functions.
+
+The argument for the tile, on a card that reads R = 4.5 TB/s and does F = 450 TFLOP/s in attention over 132 processors. Per KV head and
+key, M packed rows (nodes × query heads of the group) cost 2·hd·w bytes (w bytes a number) and 4·hd·M operations: reading takes longer
+up to M = w·F / 2R, that is M = 100 for bfloat16 and 50 for FP8. Hence a tile holds up to 128 packed rows (64 before Hopper), and up to
+there the context is read once. With more (64 nodes × group 8 = 512 rows: four tiles) the tiles of one sequence, head and split run side
+by side and share the keys through L2: each reads them, four times the bytes out of L2, but in the 5.1 times longer that the products
+then take, so that L2 delivers 0.8 R. DRAM still reads once as long as the tiles keep step within the 50 MB of L2.
+
+The argument for the splits: batch 1 with 8 KV heads makes 8 programs, and a processor with two tiles of 32 KiB in flight draws 64 KiB
+a latency: reckoning that as a microsecond, a seventieth of R. Hence enough splits to give every processor one program of eight warps
+or two of four, in one wave, each split at least two tiles long. It costs its partial result written and read, M·hd·8 bytes, against the
+2·hd·w·L/S of its keys: at M = 64, L = 8192, S = 16 and bfloat16 a quarter of them, out of L2. None of this is measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_SPLITS = 32  # the merge takes them in one go
+HOPPER_SHARED = 200_000  # bytes; only cards from Hopper on have as much, and products that take their operands from it
+FIXED_SPLIT = 1024  # keys a split of the fixed-order kernel: a part of its definition
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """packed: rows × query heads a program; keys: a tile; splits: programs that share a row tile's keys."""
+
+    packed: int
+    keys: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+def power_of_two(n: int) -> int:
+    """The smallest at or above n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def fast(
+    rows: int, sequences: int, group: int, kv_heads: int, hd: int, itemsize: int, *, longest: int, shared: int, processors: int
+) -> Tiling:
+    """itemsize: bytes of a number in the products. longest: keys a block table has room for. shared: bytes of shared memory a program
+    may have. The rows are taken to be spread evenly over the sequences. Every other stage goes to the block table, whose entries
+    are the keys' addresses: five hold two tiles in flight. Larger tiles spill registers, before Hopper those of 128 rows too (ptxas)."""
+    width = power_of_two(hd) * itemsize  # bytes of a padded row
+    bulk = 32768 if itemsize == 2 and shared >= HOPPER_SHARED else 16384
+    each = max(1, -(-rows // max(sequences, 1)))
+    packed = max(16, power_of_two(group), min(power_of_two(each * group), 128, bulk // width))
+    keys, warps = 64 if width <= 256 else 32, 8 if packed * width >= 16384 else 4
+    stages = 5 if width <= 256 and shared >= HOPPER_SHARED else 3 if width <= 128 else 2 if width <= 1024 // itemsize else 1
+    programs = max(sequences, 1) * -(-each // (packed // group)) * kv_heads
+    wanted = processors * (8 // warps) // programs
+    if each * group > 128 and 2 * programs > processors:
+        wanted = 1  # prefill: the products fill the card, and partial results of many rows are no small matter
+    return Tiling(packed, keys, warps, stages, max(1, min(wanted, MOST_SPLITS, longest // (2 * keys))))
+
+
+def fixed(group: int, hd: int, itemsize: int, shared: int) -> Tiling:
+    """From the model, the dtype and the card alone, so that a row's bits depend on nothing else: each call runs the same instructions.
+
+    64 packed rows feed a warp group's product, so one row of a sequence costs as much arithmetic as 64 / group: still less time than
+    the bytes take (M = 64 against 100 above).
+    """
+    width = power_of_two(hd) * itemsize
+    keys = 64 if width <= 256 else 32
+    warps = 8 if width > (256 if shared >= HOPPER_SHARED else 128) else 4
+    return Tiling(max(64 if width <= 512 else 32, power_of_two(group)), keys, warps, 2 if width <= 1024 // itemsize else 1)

@@ -1,0 +1,162 @@
+"""FP8 caches in the kernels: codes to the bit, attention over them, forced splits of the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.errors import ConfigError
+from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
+from specdec.kernels.kv_fp8 import FP8, encode, gather, inverse
+from specdec.kernels.move_kv import reference as move_reference
+from specdec.kernels.rope import reference as rope_reference
+from specdec.kernels.tree_attention import matmul, reference
+from tests.kernels.matrix import poisoned
+
+triton_attention = pytest.importorskip("specdec.kernels.tree_attention.triton")
+triton_rope = pytest.importorskip("specdec.kernels.rope.triton")
+triton_move = pytest.importorskip("specdec.kernels.move_kv.triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KV, HD, SLOTS = 2, 16, 64
+
+
+def _on(values: Any) -> Any:
+    return [v.to(DEVICE) if isinstance(v, Tensor) else v for v in values]
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    return cache.cpu().view(torch.uint8)
+
+
+# -- codes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_codes_are_the_nearest_saturated() -> None:
+    """Against a search over all finite codes, ties to the even code."""
+    table = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    finite = [c for c in range(256) if c & 0x7F != 0x7F]
+    x = torch.cat((torch.randn(300) * 0.01, torch.randn(300) * 100, (table[:126] + table[1:127]).float() / 2, torch.tensor([1e9, -449.0])))
+    for value, code in zip(x.tolist(), encode(x, FP8, 1.0).view(torch.uint8).tolist(), strict=True):
+        best = min(finite, key=lambda c: (abs(table[c].item() - min(max(value, -448.0), 448.0)), c & 1))
+        assert table[code] == table[best], value
+
+
+def test_infinity_saturates_and_nan_stays() -> None:
+    codes = encode(torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0]), FP8, 1.0)
+    assert codes.float()[:2].tolist() == [448.0, -448.0] and codes.float()[2].isnan() and codes.float()[3] == 0
+    assert torch.equal(gather(codes, torch.tensor([3, 1])), torch.tensor([0.0, -448.0]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_must_be_a_positive_number(scale: float) -> None:
+    with pytest.raises(ConfigError, match="positive and finite"):
+        inverse(scale)
+
+
+def _rope_call(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """One token of rotation 0 per row of values [T, KV·HD], used as K and as V."""
+    rows = values.shape[0]
+    qkv = torch.cat((torch.zeros(rows, 2 * HD), values, -values), dim=1).to(dtype)
+    caches = torch.arange(2 * SLOTS * KV * HD).view(2, SLOTS // 16, 16, KV, HD).remainder(100).to(torch.uint8).view(FP8)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:rows]
+    slots[rows // 2] = -1
+    table = torch.zeros(1, HD // 2)
+    return [qkv, torch.zeros(rows, dtype=torch.int64), table.cos(), table.sin(), *caches, slots]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 12.5)])
+def test_written_codes_are_the_references(dtype: torch.dtype, scales: tuple[float, float]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(40, KV * HD, generator=g) * torch.logspace(-5, 4, 40).unsqueeze(1)  # from all zeros to all saturated
+    x[3, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    x[4] = (2.0**-9) * (torch.arange(KV * HD) + 0.5)  # ties between denormals, and where they end
+    call = _rope_call(x, dtype)
+    wanted, got = _on(t.clone() for t in call), _on(t.clone() for t in call)
+    rope_reference.rope_write_kv(*wanted, scales)
+    triton_rope.rope_write_kv(*got, scales)
+    for side in (4, 5):
+        assert torch.equal(_bytes(got[side]), _bytes(wanted[side]))
+        assert not torch.equal(_bytes(got[side]), _bytes(call[side]))
+
+
+def test_moves_copy_every_code() -> None:
+    g = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (3, 2, 4, 16, KV, HD), dtype=torch.uint8, generator=g)
+    src, dst = torch.tensor([5, 7, 6, 63]), torch.tensor([4, 5, 7, 6])
+    results = []
+    for move in (move_reference.move_kv, triton_move.move_kv):
+        caches = data.clone().to(DEVICE).view(FP8)
+        move([c[0] for c in caches], [c[1] for c in caches], *_on((src, dst)))
+        results.append(_bytes(caches))
+    flat = data.view(3, 2, 64, KV * HD).clone()
+    flat[:, :, dst] = data.view(3, 2, 64, KV * HD)[:, :, src]
+    assert all(torch.equal(r.view_as(flat), flat) for r in results)
+
+
+# -- attention ------------------------------------------------------------------------------------------------------------
+
+
+def _attention(rows: list[Rows], group: int, hd: int, block: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, Tensor]:
+    batch = attention_batch(rows, group * KV, KV, hd, block, seed=group + hd)
+    batch["q"] = batch["q"].to(q_dtype)
+    return batch | {name: batch[name].to(kv_dtype) for name in ("k_cache", "v_cache")}
+
+
+def _error(batch: dict[str, Tensor], options: dict[str, Any], **more: Any) -> float:
+    """Largest difference from the float32 reference over the same rounded inputs, in units of its largest value."""
+    wide = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
+    exact = reference.tree_attention(*wide.values(), **options)
+    on_device = {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in options.items()}
+    with poisoned():
+        got = triton_attention.tree_attention(*_on(batch.values()), **on_device, **more).cpu()
+    assert got.dtype is batch["q"].dtype and got.isfinite().all()
+    return ((got.float() - exact).abs().max() / exact.abs().max()).item()
+
+
+# half an ulp of the output and of each weight before the second product; over FP8 keys the products are in float16
+LIMIT = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.mark.parametrize("q_dtype", list(LIMIT))
+def test_attention_over_codes(q_dtype: torch.dtype) -> None:
+    batch = _attention([Rows(150), Rows(70, tree=tuple(random_tree(20, 1))), Rows(10, 20)], 3, 64, 16, q_dtype, FP8)
+    assert _error(batch, {"scale": 0.125, "kv_scales": (0.5, 3.0)}) < LIMIT[q_dtype]
+    wide = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
+    for options in ({"scale": 0.125, "kv_scales": (0.5, 3.0)}, {"scale": 0.125, "kv_scales": (1.0, 1.0)}):
+        by_scale = matmul.tree_attention(*batch.values(), **options).float()
+        torch.testing.assert_close(by_scale, reference.tree_attention(*wide.values(), **options), rtol=0, atol=4 * LIMIT[q_dtype])
+
+
+TREES = {"one": [0], "chain": chain(64), "star": star(64), "tree": random_tree(33, 4)}
+SHAPES = [(1, 64, 32), (3, 64, 16), (4, 128, 16), (8, 64, 32)]  # group, head size, block
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize(("tree", "shape"), list(zip(TREES, SHAPES, strict=True)), ids=list(TREES))
+def test_forced_splits(tree: str, shape: tuple[int, int, int], splits: int) -> None:
+    """A long and a short sequence (which leaves splits without keys), and sinks, counted once."""
+    parents = TREES[tree]
+    rows = [Rows(400, tree=tuple(parents) if len(parents) > 1 else None), Rows(3)]
+    batch = _attention(rows, *shape, torch.float32, torch.float32)
+    options = {"scale": 0.125, "sinks": torch.linspace(-3.0, 4.0, shape[0] * KV)}
+    assert _error(batch, options, splits=splits) < 5e-6
+
+
+@pytest.mark.parametrize("options", [{"window": 130}, {"first": torch.tensor([290, 2], dtype=torch.int32)}, {"window": 3}], ids=str)
+def test_forced_splits_with_hidden_keys(options: dict[str, Any]) -> None:
+    batch = _attention([Rows(300, tree=tuple(random_tree(16, 2))), Rows(90, 12)], 4, 32, 16, torch.float32, torch.float32)
+    assert _error(batch, {"scale": 0.2} | options, splits=3) < 5e-6
+
+
+def test_padding_rows_are_zero_with_splits() -> None:
+    batch = _attention([Rows(300)], 4, 32, 16, torch.float32, torch.float32)
+    batch["q"] = torch.cat((batch["q"], torch.full((5, 8, 32), torch.nan)))
+    batch |= {name: torch.cat((batch[name], torch.zeros(5, dtype=torch.int64))) for name in ("tree_mask", "positions")}
+    with poisoned():
+        out = triton_attention.tree_attention(*_on(batch.values()), scale=0.2, splits=4).cpu()
+    assert out[0].isfinite().all() and not out[1:].any()
+    assert torch.equal(out[0], triton_attention.tree_attention(*_on(batch.values()), scale=0.2, splits=4).cpu()[0])
