@@ -7,52 +7,24 @@ block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.clamped_swiglu import reference as clamped_reference
-from specdec.kernels.coupled_verify import reference as verify_reference
-from specdec.kernels.decoder_stack import reference as stack_reference
-from specdec.kernels.draft_pass import reference as draft_reference
-from specdec.kernels.draft_topk import reference as topk_reference
-from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
-from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
-from specdec.kernels.fp8_linear import reference as fp8_reference
-from specdec.kernels.fp8_linear import widened as fp8_widened
 from specdec.kernels.fp8_linear.weight import Fp8Weight
-from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.int4_linear.planes import Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
-from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
-from specdec.kernels.mass_cut import bisection as cut_bisection
-from specdec.kernels.mass_cut import reference as cut_reference
-from specdec.kernels.moe_experts import reference as experts_reference
 from specdec.kernels.moe_experts.weight import Experts
-from specdec.kernels.moe_route import reference as route_reference
-from specdec.kernels.move_kv import reference as move_reference
-from specdec.kernels.noise import reference as noise_reference
-from specdec.kernels.norm_rope import reference as norm_rope_reference
-from specdec.kernels.quantize_fp8 import reference as quantize_reference
-from specdec.kernels.registry import Backend, Op, Registry
-from specdec.kernels.rms_norm import reference as norm_reference
-from specdec.kernels.rms_norm_fp8 import reference as norm_fp8_reference
-from specdec.kernels.rope import reference as rope_reference
-from specdec.kernels.silu_mul import reference as silu_reference
-from specdec.kernels.silu_mul_fp8 import reference as silu_fp8_reference
+from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
-from specdec.kernels.tree_attention import matmul as attention_matmul
-from specdec.kernels.tree_attention import reference as attention_reference
-from specdec.kernels.tree_build import reference as build_reference
-from specdec.kernels.tree_walk import reference as walk_reference
+from specdec.kernels.tree_build.reference import BuiltTree
+from specdec.kernels.tree_walk.reference import Walked
 
 if TYPE_CHECKING:
     from specdec.layers.attention import KVStore
@@ -62,146 +34,36 @@ if TYPE_CHECKING:
     from specdec.sampling import SamplingState
     from specdec.types import Batch
 
-TABLE = Registry()
-
-_NEEDS_F32 = "compiled for float32 only"
-_TRITON_OPS = (
-    *("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "move_kv", "tree_attention"),
-    *("gumbel_argmax", "gumbel_noise", "philox_uniform", "tree_walk", "mass_cut"),
-)
-_BRIDGED = ("linear", "decoder_stack", "draft_pass", "tree_walk")
-_HEAD_SIZES = (16, 32, 48, 64, 80, 96, 128, 256)
-
-
-def _load_extension() -> tuple[dict[str, Callable[..., Any]], str | None]:
-    """Compiled functions by op name and None, or nothing and the reason why they cannot be used."""
-    try:
-        module = import_module("specdec._C")
-    except ImportError as err:
-        return {}, f"extension specdec._C not usable ({err}); install a C++ compiler and reinstall"
-    linear, stack, draft, walk = (import_module(f"specdec.kernels.{op}.cpu") for op in _BRIDGED)
-    bridges = {"tiled_linear": linear.tiled_linear, "tiled_embedding": linear.tiled_embedding, "tree_walk": walk.tree_walk}
-    bridges |= {"decoder_stack": stack.decoder_stack, "prepare_stack": stack.prepare}
-    bridges |= {"draft_pass": draft.draft_pass, "prepare_draft": draft.prepare}
-    return {**vars(module), **bridges}, None
-
-
-def _load_triton() -> tuple[dict[str, Backend], str | None]:
-    """Triton backends by op name and None, or nothing and the reason why they cannot be used."""
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return {}, "no CUDA device"
-    try:
-        return import_module("specdec.kernels.triton_table").BACKENDS, None
-    except ImportError as err:
-        return {}, f"Triton not usable ({err}); install triton"
-
-
-_COMPILED, _WHY_NOT = _load_extension()
-_TRITON, _WHY_NO_TRITON = _load_triton()
-
-
-def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
-    return None if x.dtype is torch.float32 else _NEEDS_F32
-
-
-def _attention_rejects(q: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
-        return _NEEDS_F32
-    return None if q.shape[2] in _HEAD_SIZES else f"compiled for head sizes {_HEAD_SIZES} only"
-
-
-def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *_: Any, **__: Any) -> str | None:
-    if qkv.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
-        return _NEEDS_F32
-    return None if k_cache.shape[3] % 2 == 0 else "head size must be even"
-
-
-def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], *_: Any, **__: Any) -> str | None:
-    if stack.plan is None:
-        return stack.why_not
-    return None if x.dtype is torch.float32 and caches[0][0].dtype is torch.float32 else _NEEDS_F32
-
-
-def _draft_rejects(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> str | None:
-    if head.plan is None:
-        return head.why_not
-    return None if features.dtype is torch.float32 and kv.layer(0)[0].dtype is torch.float32 else _NEEDS_F32
-
-
-def _register(
-    name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend, covers: Any = ()
-) -> Op:
-    """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
-    op = TABLE.op(name)
-    op.add(Backend("cpu", _COMPILED.get(name, reference), ("cpu",), rejects, missing=_WHY_NOT, covers=covers))
-    if name in _TRITON_OPS:
-        op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
-    for backend in extra:
-        op.add(backend)
-    op.add(Backend("reference", reference))
-    return op
-
-
-def _beside_triton(name: str, reference: Callable[..., Any]) -> Op:
-    """Op `name` for the GPU: Triton, the reference. On the CPU something else does its work, or nothing needs it."""
-    op = TABLE.op(name)
-    op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=_WHY_NO_TRITON)))
-    op.add(Backend("reference", reference))
-    return op
-
-
-_RMS_NORM = _register("rms_norm", norm_reference.rms_norm)
-_ADD_RMS_NORM = _register("add_rms_norm", norm_reference.add_rms_norm)
-_SILU_MUL = _register("silu_mul", silu_reference.silu_mul)
-_ROPE_WRITE_KV = _register("rope_write_kv", rope_reference.rope_write_kv, _rope_rejects)
-_MOVE_KV = _register("move_kv", move_reference.move_kv, None)
-_GUMBEL_ARGMAX = _register("gumbel_argmax", noise_reference.gumbel_argmax)
-_GUMBEL_NOISE = _register("gumbel_noise", noise_reference.gumbel_noise, None)
-_PHILOX_UNIFORM = _register("philox_uniform", noise_reference.philox_uniform, None)
-_MASS_CUT = _register("mass_cut", cut_reference.mass_cut, _first_not_f32, Backend("bisection", cut_bisection.mass_cut))
-_TILED_LINEAR = _register("tiled_linear", linear_reference.tiled_linear)
-_TILED_EMBEDDING = _register("tiled_embedding", linear_reference.tiled_embedding, None)
-_TREE_WALK = _register("tree_walk", walk_reference.tree_walk, None)
-_FIXED = _TRITON.get("tree_attention_fixed", Backend("triton_fixed", attention_reference.tree_attention, ("cuda",), missing=_WHY_NO_TRITON))
-_MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
-_TREE_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
-
-_STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
-_DECODER_STACK = _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers=_STACK_PARTS)
-_DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
-_DRAFT_PASS = _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
-
-_COUPLED_VERIFY = _beside_triton("coupled_verify", verify_reference.coupled_verify)
-_RMS_NORM_FP8 = _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
-_ADD_RMS_NORM_FP8 = _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
-_SILU_MUL_FP8 = _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
-_CLAMPED_SWIGLU = _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
-_NORM_ROPE_WRITE_KV = _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv)
-_DRAFT_TOPK = _beside_triton("draft_topk", topk_reference.draft_topk)
-_TREE_BUILD = _beside_triton("tree_build", build_reference.tree_build)
-
-
-def _register_product(name: str, reference: Callable[..., Any], *others: Backend) -> Op:
-    """Op `name`, no compiled CPU backend: Triton tiled for M, `others`, Triton with one tiling for every M, the reference."""
-    op = TABLE.op(name)
-    for key, backend in ((name, "triton"), (f"{name}_fixed", "triton_fixed")):
-        op.add(_TRITON.get(key, Backend(backend, reference, ("cuda",), missing=_WHY_NO_TRITON)))
-        for other in others if key == name else ():
-            op.add(other)
-    op.add(Backend("rowwise" if name == "dense_linear" else "reference", reference))
-    return op
-
-
-_LIBRARY = Backend("library", linear_reference.dense_linear, fixed_order=False)
-_WIDENED = Backend("widened", fp8_widened.fp8_linear, ("cuda",), fp8_widened.rejects, fixed_order=False)
-_SCALED_MM = Backend("scaled_mm", fp8_fp8_library.fp8_fp8_linear, ("cuda",), fp8_fp8_library.rejects, fixed_order=False)
-_DENSE_LINEAR = _register_product("dense_linear", linear_reference.rowwise_linear, _LIBRARY)
-_FP8_LINEAR = _register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED)
-_FP8_FP8_LINEAR = _register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM)
-_INT4_LINEAR = _register_product("int4_linear", int4_reference.int4_linear)
-_QUANTIZE_FP8 = _beside_triton("quantize_fp8", quantize_reference.quantize_fp8)
-_MOE_ROUTE = _beside_triton("moe_route", route_reference.moe_route)
-_MOE_EXPERTS = _register_product("moe_experts", experts_reference.moe_experts)
+_RMS_NORM = TABLE.ops["rms_norm"]
+_ADD_RMS_NORM = TABLE.ops["add_rms_norm"]
+_SILU_MUL = TABLE.ops["silu_mul"]
+_ROPE_WRITE_KV = TABLE.ops["rope_write_kv"]
+_MOVE_KV = TABLE.ops["move_kv"]
+_GUMBEL_ARGMAX = TABLE.ops["gumbel_argmax"]
+_GUMBEL_NOISE = TABLE.ops["gumbel_noise"]
+_PHILOX_UNIFORM = TABLE.ops["philox_uniform"]
+_MASS_CUT = TABLE.ops["mass_cut"]
+_TILED_LINEAR = TABLE.ops["tiled_linear"]
+_TILED_EMBEDDING = TABLE.ops["tiled_embedding"]
+_TREE_WALK = TABLE.ops["tree_walk"]
+_TREE_ATTENTION = TABLE.ops["tree_attention"]
+_DECODER_STACK = TABLE.ops["decoder_stack"]
+_DRAFT_PASS = TABLE.ops["draft_pass"]
+_COUPLED_VERIFY = TABLE.ops["coupled_verify"]
+_RMS_NORM_FP8 = TABLE.ops["rms_norm_fp8"]
+_ADD_RMS_NORM_FP8 = TABLE.ops["add_rms_norm_fp8"]
+_SILU_MUL_FP8 = TABLE.ops["silu_mul_fp8"]
+_CLAMPED_SWIGLU = TABLE.ops["clamped_swiglu"]
+_NORM_ROPE_WRITE_KV = TABLE.ops["norm_rope_write_kv"]
+_DRAFT_TOPK = TABLE.ops["draft_topk"]
+_TREE_BUILD = TABLE.ops["tree_build"]
+_DENSE_LINEAR = TABLE.ops["dense_linear"]
+_FP8_LINEAR = TABLE.ops["fp8_linear"]
+_FP8_FP8_LINEAR = TABLE.ops["fp8_fp8_linear"]
+_INT4_LINEAR = TABLE.ops["int4_linear"]
+_QUANTIZE_FP8 = TABLE.ops["quantize_fp8"]
+_MOE_ROUTE = TABLE.ops["moe_route"]
+_MOE_EXPERTS = TABLE.ops["moe_experts"]
 
 
 def explain(device: str = "cpu") -> dict[str, str]:
@@ -214,7 +76,7 @@ def explain(device: str = "cpu") -> dict[str, str]:
 
 def fixed_dense(device: str) -> str:
     """The backend of `dense_linear` whose bits do not depend on M, for weights on `device`."""
-    return "triton_fixed" if device == "cuda" and _WHY_NO_TRITON is None else "rowwise"
+    return "triton_fixed" if device == "cuda" and WHY_NO_TRITON is None else "rowwise"
 
 
 def load_tilings(folder: Path, card: str) -> bool:
@@ -243,7 +105,7 @@ def deterministic(device: str) -> AbstractContextManager[None]:
 
 def compiled() -> bool:
     """Whether the compiled CPU kernels are usable in this process."""
-    return _WHY_NOT is None
+    return WHY_NOT is None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -309,7 +171,7 @@ def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Te
 
 def prepare_stack(stack: DecoderStack) -> tuple[Any, str | None]:
     """(what the compiled `decoder_stack` runs, None), or (None, why it cannot run this stack). Once, at load."""
-    return (None, _WHY_NOT) if _WHY_NOT is not None else _COMPILED["prepare_stack"](stack, _HEAD_SIZES)
+    return (None, WHY_NOT) if WHY_NOT is not None else COMPILED["prepare_stack"](stack, HEAD_SIZES)
 
 
 def decoder_stack(
@@ -325,7 +187,7 @@ def decoder_stack(
 
 def prepare_draft(head: DraftHead) -> tuple[Any, str | None]:
     """`prepare_stack` for the compiled `draft_pass`."""
-    return (None, _WHY_NOT) if _WHY_NOT is not None else _COMPILED["prepare_draft"](head, _HEAD_SIZES)
+    return (None, WHY_NOT) if WHY_NOT is not None else COMPILED["prepare_draft"](head, HEAD_SIZES)
 
 
 def draft_plan(head: DraftHead) -> Any:
@@ -418,7 +280,7 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     return _MASS_CUT(log_p, rank, p)
 
 
-def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> walk_reference.Walked:
+def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> Walked:
     """The path taken in each of the B trees behind the R rows, cut at the first end token or at the length limit.
 
     following [R] i64: the token emitted if the path ends at that row's node. agrees [R] bool: which nodes may be on a path, True for
@@ -426,7 +288,7 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
     committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B], rows [B,D+1], all i64, D = deepest node.
     """
-    walked: walk_reference.Walked = _TREE_WALK(following, agrees, rows, sampling)
+    walked: Walked = _TREE_WALK(following, agrees, rows, sampling)
     return walked
 
 
@@ -449,9 +311,7 @@ def coupled_verify(
     return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
 
 
-def tree_build(
-    tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int
-) -> build_reference.BuiltTree:
+def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int) -> BuiltTree:
     """Draft trees of the likeliest candidates of a pool: the best path numbered first, parents before children.
 
     tokens, parents [B,C] i64, scores [B,C] f32 of the candidates: parents are places in the pool, below the child's own, -1 = the root;
@@ -459,7 +319,7 @@ def tree_build(
     is deeper than `deepest` = D. Returns `BuiltTree`: tokens, parents, depth [B,N], num_nodes [B], score, words [B,N], paths [B,N,D],
     places [B,N].
     """
-    built: build_reference.BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
+    built: BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
     return built
 
 
