@@ -7,9 +7,12 @@ launches stop after compilation, so each kernel gets exactly the arguments and c
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,8 @@ from triton.runtime.jit import JITFunction
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
+
+_IN_REGISTERS = ("_route", "_sort", "_gate_up", "_down", "_combine")
 
 
 def compiling(capability: int, shared: dict[str, int]) -> None:
@@ -34,9 +39,21 @@ def compiling(capability: int, shared: dict[str, int]) -> None:
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
         shared[f"{len(shared)} {self.__name__}"] = kernel.metadata.shared
+        if self.__name__ in _IN_REGISTERS:
+            assert stack_bytes(kernel.asm["cubin"]) == 0, f"{self.__name__} spills registers"
         return kernel
 
     JITFunction.run = compile_only
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Local memory a thread needs: what did not fit into registers."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage))
 
 
 def attention_calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
