@@ -7,9 +7,12 @@ launches stop after compilation, so each kernel gets exactly the arguments and c
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,8 @@ from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
 
+_IN_REGISTERS = ("_route", "_sort", "_gate_up", "_down", "_combine")
+
 
 def compiling(capability: int, kernels: list[tuple[str, Any]]) -> None:
     """From here on a launch compiles for `capability` and adds its (name, compiled kernel) to `kernels`."""
@@ -35,9 +40,21 @@ def compiling(capability: int, kernels: list[tuple[str, Any]]) -> None:
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
         kernels.append((self.__name__, kernel))
+        if self.__name__ in _IN_REGISTERS:
+            assert stack_bytes(kernel.asm["cubin"]) == 0, f"{self.__name__} spills registers"
         return kernel
 
     JITFunction.run = compile_only
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Local memory a thread needs: what did not fit into registers."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage))
 
 
 def attention_calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
