@@ -7,28 +7,15 @@ Edge rows are part of every list: no rows, one row, sizes that are no multiple o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdec.kernels.case import Case, randn
+from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
+from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One call. row_args: positions of arguments whose dimension 0 is rows of a row-wise op; empty = not row-wise."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    row_args: tuple[int, ...] = ()
-
-
-def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
@@ -224,4 +211,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "gumbel_argmax": _argmax,
     "gumbel_noise": _noise,
     "philox_uniform": _noise,
+    **fp8.CASES,
+    **int4.CASES,
 }

@@ -18,12 +18,18 @@ from torch import Tensor
 
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
+from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
+from specdec.kernels.fp8_linear import reference as fp8_reference
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear import reference as int4_reference
+from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.mass_cut import bisection as cut_bisection
 from specdec.kernels.mass_cut import reference as cut_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
+from specdec.kernels.quantize_fp8 import reference as quantize_reference
 from specdec.kernels.registry import Backend, Op, Registry
 from specdec.kernels.rms_norm import reference as norm_reference
 from specdec.kernels.rope import reference as rope_reference
@@ -144,6 +150,15 @@ _DENSE_LINEAR = TABLE.op("dense_linear")
 _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=False))
 _DENSE_LINEAR.add(Backend("rowwise", linear_reference.rowwise_linear))
 
+_FP8_LINEAR = TABLE.op("fp8_linear")
+_FP8_LINEAR.add(Backend("reference", fp8_reference.fp8_linear))
+_QUANTIZE_FP8 = TABLE.op("quantize_fp8")
+_QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
+_FP8_FP8_LINEAR = TABLE.op("fp8_fp8_linear")
+_FP8_FP8_LINEAR.add(Backend("reference", fp8_fp8_reference.fp8_fp8_linear))
+_INT4_LINEAR = TABLE.op("int4_linear")
+_INT4_LINEAR.add(Backend("reference", int4_reference.int4_linear))
+
 
 def explain(device: str = "cpu") -> dict[str, str]:
     """Backend used per op on `device`, with the reason where a better one is not usable."""
@@ -256,6 +271,27 @@ def draft_pass(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> 
 def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M,K], weight [N,K], same dtype -> [M,N]."""
     return _DENSE_LINEAR(x, weight)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """x [M,K] f32, f16 or bf16, e4m3 weight N × K -> [M,N] of x's dtype, float32 sums. Activations are not quantised."""
+    return _FP8_LINEAR(x, weight)
+
+
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M,K] f32, f16 or bf16 -> (float8_e4m3fn [M,K], scale f32 [M]), each row by its own largest magnitude; zero rows get scale 0."""
+    quantized: tuple[Tensor, Tensor] = _QUANTIZE_FP8(x)
+    return quantized
+
+
+def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """q [M,K] e4m3 with a scale a row [M] f32, e4m3 weight N × K -> [M,N] of `dtype`, float32 sums."""
+    return _FP8_FP8_LINEAR(q, scale, weight, dtype)
+
+
+def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
+    """x [M,K] f32, f16 or bf16, 4-bit weight N × K -> [M,N] of x's dtype, float32 sums."""
+    return _INT4_LINEAR(x, weight)
 
 
 def tiled_linear(x: Tensor, weight: TiledWeight) -> Tensor:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from specdec import ops
 from specdec.errors import UnsupportedCheckpoint
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
-from specdec.quant.fp8 import Fp8Rows
+from specdec.quant.fp8 import Fp8Linear, stack_fp8
 from specdec.quant.ggml import GgmlBlocks
+from specdec.quant.int4 import Int4Linear, as_q4_0, stack_int4
 from specdec.quant.method import LinearMethod
 from specdec.quant.none import Dense
 from specdec.quant.packed import Packed
+from specdec.quant.stacked import Stacked
 from specdec.quant.tiled import Tiled
 
-RawWeight = Tensor | GgmlBlocks | Fp8Rows
-
+RawWeight = Tensor | GgmlBlocks | Fp8Weight | Int4Weight
 
 Method = Dense | Tiled | Packed
 
@@ -52,30 +58,59 @@ class Linear:
 
 
 def make_linear(
-    shards: list[RawWeight],
+    shards: Sequence[RawWeight],
     bias: Tensor | None = None,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
     deterministic: bool = False,
     keep: bool = False,
+    act_fp8: bool = False,
 ) -> Linear:
     """A linear layer from shards stacked along rows (q|k|v, gate|up).
 
-    On the CPU in float32, with the compiled extension, weights stay in their storage, in tiles; elsewhere they become dense
-    in `dtype`, or with `keep` stay in a storage smaller than that. Raises UnsupportedCheckpoint when shards disagree on the
-    number of columns.
+    On the CPU in float32, with the compiled extension, weights stay in their storage, in tiles, where tiles hold it exactly.
+    Elsewhere FP8 and 4-bit weights stay as they are, with an op for each; others become dense in `dtype`, or with `keep` stay in a
+    storage smaller than that. act_fp8: FP8 weights are multiplied by FP8 activations. Raises UnsupportedCheckpoint when shards
+    disagree on the number of columns.
     """
     device = torch.device(device)
     columns = {shard.shape[1] for shard in shards}
     if len(columns) != 1:
         raise UnsupportedCheckpoint(f"shards of one linear layer have different widths: {sorted(columns)}")
     bias = None if bias is None else bias.to(device=device, dtype=dtype)
+    if needs_ops(shards, device, dtype, act_fp8):
+        return Linear(_stack(shards, device, dtype, rowwise=deterministic, keep=keep, act_fp8=act_fp8), bias)
     return Linear(make_method(shards, device, dtype, rowwise=deterministic, keep=keep), bias)
 
 
-def make_method(shards: list[RawWeight], device: torch.device, dtype: torch.dtype, *, rowwise: bool, keep: bool) -> Method:
-    """The storage and product of `make_linear`."""
+def needs_ops(shards: Sequence[RawWeight], device: torch.device, dtype: torch.dtype, act_fp8: bool) -> bool:
+    """Whether some shard has an op of its own here, `fp8_linear` or `int4_linear`."""
+    fp8 = any(isinstance(shard, Fp8Weight) for shard in shards)
+    if use_tiles(device, dtype):
+        return fp8 and act_fp8
+    return dtype in FLOATS and (fp8 or any(isinstance(shard, Int4Weight) for shard in shards))
+
+
+def _stack(
+    shards: Sequence[RawWeight], device: torch.device, dtype: torch.dtype, *, rowwise: bool, keep: bool, act_fp8: bool
+) -> LinearMethod:
+    """Neighbours of one storage in one method, where it holds them."""
+    methods: list[LinearMethod] = []
+    for kind, group in groupby(shards, key=type):
+        if kind is Fp8Weight:
+            weights = stack_fp8([shard.to(device) for shard in cast("Iterator[Fp8Weight]", group)])
+            methods += [Fp8Linear(weight, act_fp8=act_fp8, fixed_order=rowwise) for weight in weights]
+        elif kind is Int4Weight:
+            packed = stack_int4([shard.to(device, dtype) for shard in cast("Iterator[Int4Weight]", group)])
+            methods += [Int4Linear(weight, fixed_order=rowwise) for weight in packed]
+        else:
+            methods.append(make_method(list(group), device, dtype, rowwise=rowwise, keep=keep))
+    return methods[0] if len(methods) == 1 else Stacked(methods)
+
+
+def make_method(shards: Sequence[RawWeight], device: torch.device, dtype: torch.dtype, *, rowwise: bool, keep: bool) -> Method:
+    """Storage and product in tiles or dense, of any device."""
     if use_tiles(device, dtype):
         return Tiled(tile_shards(shards))
     if keep and all(not isinstance(shard, Tensor) or shard.dtype.itemsize < dtype.itemsize for shard in shards):
@@ -95,26 +130,33 @@ def dense(raw: RawWeight, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (raw if isinstance(raw, Tensor) else raw.dequantize()).to(device=device, dtype=dtype)
 
 
-def tile_shards(shards: list[RawWeight]) -> list[TiledWeight]:
+def tile_shards(shards: Sequence[RawWeight]) -> list[TiledWeight]:
     """Consecutive shards of one format become one tiled weight."""
-    parts: list[TiledWeight] = []
-    start = 0
-    while start < len(shards):
-        stop = start
-        while stop < len(shards) and _format(shards[stop]) == _format(shards[start]):
-            stop += 1
-        parts.append(_tile(shards[start:stop]))
-        start = stop
-    return parts
+    held = [_tileable(shard) for shard in shards]
+    return [_tile(list(group)) for _, group in groupby(held, key=_format)]
 
 
-def _format(raw: RawWeight) -> str:
+def _tileable(raw: RawWeight) -> Tensor | GgmlBlocks | Fp8Weight:
+    """The same numbers in a storage that tiles hold: itself if there is one, else float32."""
+    if isinstance(raw, Int4Weight):
+        return as_q4_0(raw) or raw.dequantize()
+    return raw.dequantize() if isinstance(raw, Fp8Weight) and raw.blocked else raw
+
+
+def _format(raw: Tensor | GgmlBlocks | Fp8Weight) -> str:
     return FLOATS.get(raw.dtype, "F32") if isinstance(raw, Tensor) else raw.kind
 
 
-def _tile(group: list[RawWeight]) -> TiledWeight:
+def _bytes(raw: Tensor | GgmlBlocks | Fp8Weight) -> Tensor:
+    """What the packers of tiles read: numbers as they are, blocks and scaled rows as bytes."""
+    if isinstance(raw, Fp8Weight):
+        return torch.cat((raw.row_scales()[:, None].contiguous().view(torch.uint8), raw.data.view(torch.uint8)), dim=1)
+    return raw if isinstance(raw, Tensor) else raw.data
+
+
+def _tile(group: list[Tensor | GgmlBlocks | Fp8Weight]) -> TiledWeight:
     """Shards of one format."""
-    data = [raw if isinstance(raw, Tensor) else raw.data for raw in group]
+    data = [_bytes(raw) for raw in group]
     rows, kind, columns = data[0] if len(data) == 1 else torch.cat(data), _format(group[0]), group[0].shape[1]
     if kind in RAW_BYTES:
         return pack_blocks(rows, kind, columns)

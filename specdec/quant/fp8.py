@@ -1,37 +1,64 @@
-"""FP8 weights: e4m3 numbers with one float32 scale a row (output channel)."""
+"""FP8 weights: rounding to e4m3, and the linear methods over them (W8A16, W8A8)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear.tiles import pack_fp8, unpack
+from specdec import ops
+from specdec.kernels.fp8_linear.weight import BLOCK, LARGEST, Fp8Weight
 
-LARGEST = 448.0  # of e4m3
+
+def to_fp8(weight: Tensor) -> Fp8Weight:
+    """weight [N,K], each row scaled so that its largest magnitude is e4m3's, then rounded to nearest; a row of zeros has scale 0."""
+    wide = weight.float()
+    scale = wide.abs().amax(1) / LARGEST
+    numbers = torch.where(scale[:, None] > 0, wide / scale[:, None], 0.0).clamp_(-LARGEST, LARGEST)
+    return Fp8Weight(numbers.to(torch.float8_e4m3fn), scale)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Rows:
-    """A weight of `shape` (N, K). data: uint8 [N, 4 + K], each row its scale's four bytes and then its numbers."""
+class Fp8Linear:
+    """An e4m3 weight. `act_fp8`: activations become e4m3 too, by row (W8A8); else they stay as they come (W8A16).
 
-    data: Tensor
-    shape: tuple[int, int]
+    Which of the two is fixed here, at load, and never depends on M. `fixed_order` as in `Dense`.
+    """
+
+    def __init__(self, weight: Fp8Weight, *, act_fp8: bool = False, fixed_order: bool = False):
+        self.weight, self.act_fp8, self.fixed_order = weight, act_fp8, fixed_order
+        self.out_features, self.in_features = weight.shape
+        layout = f"per {BLOCK}x{BLOCK} block" if weight.blocked else "per tensor" if weight.scale.numel() == 1 else "per channel"
+        self.name = f"fp8 {layout}, {'W8A8' if act_fp8 else 'W8A16'}"
 
     @property
-    def kind(self) -> str:
-        """Of the tiles it is packed into."""
-        return "F8"
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M,K] in the activation dtype -> [M,N]."""
+        if not self.act_fp8:
+            return ops.fp8_linear(x, self.weight)
+        return ops.fp8_fp8_linear(*ops.quantize_fp8(x), self.weight, x.dtype)
 
     def dequantize(self) -> Tensor:
         """float32 [N,K]."""
-        return unpack(pack_fp8(self.data, self.shape[1]))
+        return self.weight.dequantize()
 
 
-def to_fp8(weight: Tensor) -> Fp8Rows:
-    """weight [N,K], each row scaled so that its largest magnitude is e4m3's, then rounded to nearest; a row of zeros has scale 0."""
-    scale = weight.float().abs().amax(1, keepdim=True) / LARGEST
-    numbers = torch.where(scale > 0, weight.float() / scale, 0.0).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    data = torch.cat((scale.view(torch.uint8), numbers.view(torch.uint8)), dim=1)
-    return Fp8Rows(data, (weight.shape[0], weight.shape[1]))
+def stack_fp8(shards: list[Fp8Weight]) -> list[Fp8Weight]:
+    """Shards stacked along rows, in as few weights as hold them exactly: scales per tensor that differ become scales per channel;
+    blocks go together where every shard but the last ends with a whole one."""
+    stacked = [shards[0]]
+    for shard in shards[1:]:
+        last = stacked[-1]
+        if shard.blocked != last.blocked or (last.blocked and last.shape[0] % BLOCK):
+            stacked.append(shard)
+            continue
+        if last.blocked:
+            scale = torch.cat((last.scale, shard.scale))
+        elif last.scale.numel() == 1 == shard.scale.numel() and torch.equal(last.scale, shard.scale):
+            scale = last.scale
+        else:
+            scale = torch.cat((last.row_scales(), shard.row_scales()))
+        data = torch.cat((last.data.view(torch.uint8), shard.data.view(torch.uint8)))
+        stacked[-1] = Fp8Weight(data.view(torch.float8_e4m3fn), scale)
+    return stacked

@@ -1,0 +1,13 @@
+"""Linear layer over 4-bit weights, activations as they come."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.linear.reference import rowwise_linear
+
+
+def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
+    """x [M,K] f32, f16 or bf16, weight N × K -> [M,N] of x's dtype. Products and sums in float32, one row at a time."""
+    return rowwise_linear(x.float(), weight.dequantize()).to(x.dtype)

@@ -1,0 +1,60 @@
+"""4-bit weights in groups: the linear method over them, and what the CPU tiles can hold of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec import ops
+from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.linear.tiles import BLOCK
+from specdec.quant.ggml import GgmlBlocks
+
+
+class Int4Linear:
+    """A 4-bit weight; activations stay as they come (W4A16). `fixed_order` as in `Dense`."""
+
+    def __init__(self, weight: Int4Weight, *, fixed_order: bool = False):
+        self.weight, self.fixed_order = weight, fixed_order
+        self.out_features, self.in_features = weight.shape
+        self.name = f"int4 group {weight.group}, W4A16"
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M,K] in the activation dtype -> [M,N]."""
+        return ops.int4_linear(x, self.weight)
+
+    def dequantize(self) -> Tensor:
+        """float32 [N,K]."""
+        return self.weight.dequantize()
+
+
+def stack_int4(shards: list[Int4Weight]) -> list[Int4Weight]:
+    """Shards stacked along rows; neighbours with groups of one size become one weight."""
+    stacked = [shards[0]]
+    for shard in shards[1:]:
+        last = stacked[-1]
+        if shard.group != last.group:
+            stacked.append(shard)
+            continue
+        data, scale, zero = (torch.cat(pair) for pair in ((last.data, shard.data), (last.scale, shard.scale), (last.zero, shard.zero)))
+        stacked[-1] = Int4Weight(data, scale, zero, last.group)
+    return stacked
+
+
+def as_q4_0(weight: Int4Weight) -> GgmlBlocks | None:
+    """The same weight in Q4_0 blocks (fp16 scale · (code - 8), 32 columns), or None where they cannot hold it exactly:
+    another zero point, groups that 32 does not divide, scales that float16 rounds."""
+    rows, cols = weight.shape
+    if weight.group % BLOCK or not bool((weight.zero == 8).all()):
+        return None
+    scale = weight.scale.half()
+    if not torch.equal(scale.float(), weight.scale.float()):
+        return None
+    grouped = weight.codes().view(rows, cols // BLOCK, BLOCK)
+    quants = grouped[..., :16] | (grouped[..., 16:] << 4)
+    scales = scale.repeat_interleave(weight.group // BLOCK, 1)[..., None].view(torch.uint8)
+    return GgmlBlocks(torch.cat((scales, quants), -1).view(rows, -1), "Q4_0", (rows, cols))
