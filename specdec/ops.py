@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.cuda_library import missing as missing_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
+from specdec.kernels.fp8_linear import cuda as fp8_cuda
 from specdec.kernels.fp8_linear import reference as fp8_reference
+from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.int4_linear.weight import Int4Weight
@@ -151,6 +154,8 @@ _DENSE_LINEAR.add(Backend("library", linear_reference.dense_linear, fixed_order=
 _DENSE_LINEAR.add(Backend("rowwise", linear_reference.rowwise_linear))
 
 _FP8_LINEAR = TABLE.op("fp8_linear")
+_WHY_NO_CUDA = missing_cuda() if torch.cuda.is_available() else "no CUDA device"
+_FP8_LINEAR.add(Backend("cuda", fp8_cuda.fp8_linear, ("cuda",), fp8_cuda.rejects, missing=_WHY_NO_CUDA))
 _FP8_LINEAR.add(Backend("reference", fp8_reference.fp8_linear))
 _QUANTIZE_FP8 = TABLE.op("quantize_fp8")
 _QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
@@ -273,7 +278,13 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _DENSE_LINEAR(x, weight)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+def prepare_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | Fp8Fragments:
+    """The weight as `fp8_linear` reads it fastest on its device, for activations in `dtype`. Once, at load: the result replaces it."""
+    usable = _WHY_NO_CUDA is None and weight.data.is_cuda and dtype in fp8_cuda.NUMBERS
+    return pack(weight) if usable and rejects_weight(weight) is None else weight
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight | Fp8Fragments) -> Tensor:
     """x [M,K] f32, f16 or bf16, e4m3 weight N × K -> [M,N] of x's dtype, float32 sums. Activations are not quantised."""
     return _FP8_LINEAR(x, weight)
 

@@ -95,6 +95,13 @@ SPECDEC_BOTH constexpr int shared_bytes(int stages, int vectors, int token_tiles
   return stages * stage_bytes(vectors, token_tiles) + exchange_bytes(token_tiles);
 }
 
+// Tokens of a launch: fewer than MAX_TOKENS where shared memory is too small for two stages of so many.
+SPECDEC_BOTH constexpr int tokens_that_fit(int limit, int vectors) {
+  int tiles = MAX_TOKENS / 8;
+  while (tiles > 0 && stages_that_fit(limit, vectors, tiles) < 2) tiles /= 2;
+  return 8 * tiles;
+}
+
 // ---- The partition: CTA c of `ctas` takes units [first_unit(c), first_unit(c + 1)), as even as integers allow, wherever tiles begin.
 // It does not depend on the number of tokens, and so neither does the order in which a row's products are added.
 struct Work {

@@ -14,55 +14,59 @@ __global__ void __launch_bounds__(THREADS, 1) fragment_linear(const __grid_const
 
 constexpr int MAX_DEVICES = 64;
 
-// The stages that fit on the current device; the kernel's limit on shared memory is raised at its first launch there.
-template <class Weight, int TOKEN_TILES>
-cudaError_t prepare(int* stages) {
+struct Card {
+  int device, limit, ctas;
+  cudaStream_t stream;
+};
+
+// Bytes of shared memory that a CTA on `device` may have.
+cudaError_t shared_limit(int device, int* limit) {
   static std::atomic<int> known[MAX_DEVICES];
-  int device = 0, limit = 0;
-  if (cudaError_t error = cudaGetDevice(&device)) return error;
-  if (device >= MAX_DEVICES) return cudaErrorInvalidDevice;
-  if ((*stages = known[device].load())) return cudaSuccess;
-  if (cudaError_t error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
-  const int fit = stages_that_fit(limit, Weight::VECTORS, TOKEN_TILES);
-  if (fit < 2) return cudaErrorInvalidConfiguration;
-  const int bytes = shared_bytes(fit, Weight::VECTORS, TOKEN_TILES);
-  if (cudaError_t error = cudaFuncSetAttribute(fragment_linear<Weight, TOKEN_TILES>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-    return error;
-  known[device] = *stages = fit;
-  return cudaSuccess;
+  if (device < 0 || device >= MAX_DEVICES) return cudaErrorInvalidDevice;
+  if ((*limit = known[device].load())) return cudaSuccess;
+  const cudaError_t error = cudaDeviceGetAttribute(limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (!error) known[device] = *limit;
+  return error;
 }
 
 template <class Weight, int TOKEN_TILES>
-cudaError_t launch_tiles(Call call, int ctas, cudaStream_t stream) {
-  if (cudaError_t error = prepare<Weight, TOKEN_TILES>(&call.stages)) return error;
+cudaError_t launch_tiles(Call call, const Card& card) {
+  static std::atomic<bool> raised[MAX_DEVICES];  // the kernel's own limit, at its first launch on each device
+  call.stages = stages_that_fit(card.limit, Weight::VECTORS, TOKEN_TILES);
   const int bytes = shared_bytes(call.stages, Weight::VECTORS, TOKEN_TILES);
-  fragment_linear<Weight, TOKEN_TILES><<<ctas, THREADS, bytes, stream>>>(call);
+  const auto kernel = fragment_linear<Weight, TOKEN_TILES>;
+  if (!raised[card.device]) {
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+    raised[card.device] = true;
+  }
+  kernel<<<card.ctas, THREADS, bytes, card.stream>>>(call);
   return cudaGetLastError();
 }
 
 template <class Weight>
-cudaError_t launch_rows(const Call& call, int ctas, cudaStream_t stream) {
+cudaError_t launch_rows(const Call& call, const Card& card) {
   switch (token_tiles(call.M)) {
-    case 1: return launch_tiles<Weight, 1>(call, ctas, stream);
-    case 2: return launch_tiles<Weight, 2>(call, ctas, stream);
-    case 3: return launch_tiles<Weight, 3>(call, ctas, stream);
-    case 4: return launch_tiles<Weight, 4>(call, ctas, stream);
-    case 6: return launch_tiles<Weight, 6>(call, ctas, stream);
-    default: return launch_tiles<Weight, 8>(call, ctas, stream);
+    case 1: return launch_tiles<Weight, 1>(call, card);
+    case 2: return launch_tiles<Weight, 2>(call, card);
+    case 3: return launch_tiles<Weight, 3>(call, card);
+    case 4: return launch_tiles<Weight, 4>(call, card);
+    case 6: return launch_tiles<Weight, 6>(call, card);
+    default: return launch_tiles<Weight, 8>(call, card);
   }
 }
 
-// Rows in launches of at most MAX_TOKENS.
+// Rows in as many launches as shared memory makes necessary.
 template <class Weight>
-cudaError_t launch(Call call, int ctas, cudaStream_t stream) {
-  const int rows = call.M;
+cudaError_t launch(Call call, const Card& card) {
+  const int rows = call.M, most = tokens_that_fit(card.limit, Weight::VECTORS);
+  if (most == 0) return cudaErrorInvalidConfiguration;
   const char* x = static_cast<const char*>(call.x);
   char* y = static_cast<char*>(call.y);
-  for (int row = 0; row < rows; row += MAX_TOKENS) {
-    call.M = rows - row < MAX_TOKENS ? rows - row : MAX_TOKENS;
+  for (int row = 0; row < rows; row += most) {
+    call.M = rows - row < most ? rows - row : most;
     call.x = x + row * call.x_stride;
     call.y = y + int64_t(row) * call.N * 2;
-    if (cudaError_t error = launch_rows<Weight>(call, ctas, stream)) return error;
+    if (cudaError_t error = launch_rows<Weight>(call, card)) return error;
   }
   return cudaSuccess;
 }
@@ -71,18 +75,16 @@ cudaError_t launch(Call call, int ctas, cudaStream_t stream) {
 
 extern "C" {
 
-// Bytes of partial sums that `rows` rows need with `ctas` CTAs.
-int64_t specdec_partial_bytes(int ctas, int rows) {
-  using namespace specdec::fragment;
-  return partial_floats(ctas, token_tiles(rows)) * 4;
-}
-
-// number: 0 bf16, 1 f16. The call's `stages` is ignored. At most ctas CTAs run, one per unit at least.
-int specdec_fp8_linear(const specdec::fragment::Call* call, int number, int ctas, cudaStream_t stream) {
+// number: 0 bf16, 1 f16. The call's `stages` is ignored. At most `ctas` CTAs run on `device`; the partial sums have room for that many.
+int specdec_fp8_linear(const specdec::fragment::Call* call, int number, int ctas, int device, cudaStream_t stream) {
   using namespace specdec::fragment;
   if (call->N % STRIP || call->K % DEPTH || call->x_stride % 16 || ctas < 1) return cudaErrorInvalidValue;
-  const int units = Work{call->N, call->K, 1}.units(), grid = ctas < units ? ctas : units;
-  return number == 0 ? launch<Fp8<specdec::Bf16>>(*call, grid, stream) : launch<Fp8<specdec::F16>>(*call, grid, stream);
+  int limit = 0;
+  if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
+  if (cudaError_t error = shared_limit(device, &limit)) return error;
+  const int units = Work{call->N, call->K, 1}.units();
+  const Card card{device, limit, ctas < units ? ctas : units, stream};
+  return number == 0 ? launch<Fp8<specdec::Bf16>>(*call, card) : launch<Fp8<specdec::F16>>(*call, card);
 }
 
 const char* specdec_error(int error) { return cudaGetErrorString(cudaError_t(error)); }

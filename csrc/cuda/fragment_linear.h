@@ -204,7 +204,8 @@ struct Kernel {
   SPECDEC_DEVICE void dispose(Sums<TOKEN_TILES>& sums, int tile) const {
     join_halves(sums);
     if (work.first_owner(tile) != work.last_owner(tile)) return combine(sums, tile);
-    if (half == 0) write<TOKEN_TILES>(sums, tile * STRIPS + strip, 0);
+    const int own = tile * STRIPS + strip;
+    if (half == 0 && own < work.strips()) write<TOKEN_TILES>(sums, own, 0);
   }
 
   // The lower half's warps add the upper half's sums to their own, two token tiles at a time: the stages stay in flight meanwhile.

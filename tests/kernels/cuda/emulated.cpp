@@ -81,6 +81,7 @@ void partition(int N, int K, int ctas, int* first, int* owners, int* slots) {
 }
 
 int stages(int limit, int token_tiles) { return stages_that_fit(limit, FP8_VECTORS, token_tiles); }
+int tokens(int limit) { return tokens_that_fit(limit, FP8_VECTORS); }
 int shared_memory(int stages, int token_tiles) { return shared_bytes(stages, FP8_VECTORS, token_tiles); }
 
 // Banks: the most lanes of 8 consecutive ones (one phase of a 16-byte access) whose granules share a group of four banks.

@@ -62,6 +62,7 @@ inline uint32_t narrow(float value, F16) {
   const float magnitude = std::fabs(value);
   if (std::isnan(value)) return 0x7fff;
   if (magnitude >= 65520.0f) return sign | 0x7c00;
+  if (magnitude == 0.0f) return sign;
   int exponent = 0;
   std::frexp(magnitude, &exponent);  // magnitude = f 2^exponent, f in [1/2, 1)
   const int ulp = (exponent > -13 ? exponent : -13) - 11;
