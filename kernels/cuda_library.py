@@ -1,9 +1,9 @@
 """The CUDA C++ kernels of `csrc/cuda` as a library of C functions, called through ctypes.
 
 The device code includes no header of torch, so nvcc alone builds it in seconds, a CPU-only machine can compile it too, and no torch release
-breaks it. `setup.py` builds it into the package where torch is a CUDA build and nvcc is there; from a checkout it is built at first
-use, for the card at hand, into a cache keyed by sources and flags. SPECDEC_CUDA=0 switches both off. This file imports nothing of ours
-when setup.py runs it.
+breaks it. `setup.py` builds it into the package where torch is a CUDA build and nvcc is there; elsewhere it is built at first use, for
+the card at hand, into the cache. Either way its name tells what it was built from, so changed sources never meet an old library.
+SPECDEC_CUDA=0 switches both off. setup.py runs this file, hence it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent  # specdec, through the link or installed
 SOURCES = PACKAGE / "csrc" / "cuda"
-PREBUILT = PACKAGE / "_cuda.so"
 FLAGS = ("-O3", "-std=c++17", "-lineinfo")
 
 
@@ -41,40 +40,47 @@ def arguments(capabilities: Iterable[int]) -> list[str]:
     return [*FLAGS, *(f"-gencode=arch=compute_{c},code=sm_{c}" for c in capabilities)]
 
 
-def build(nvcc: Path, to: Path, capabilities: Iterable[int]) -> None:
-    """Builds the library into `to`, which appears whole or not at all. RuntimeError with the compiler's words if that fails."""
+def build(nvcc: Path, to: Path, capabilities: Iterable[int], *more: str) -> str:
+    """Builds the library into `to`, which appears whole or not at all. Returns the compiler's words; RuntimeError with them on failure."""
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         out = Path(folder) / to.name
-        command = [nvcc, *arguments(capabilities), "-shared", "-Xcompiler", "-fPIC", "-o", out, *sorted(SOURCES.glob("*.cu"))]
+        libraries = f"-L{nvcc.resolve().parents[1] / 'lib'}"  # where the package keeps what nvcc looks for in lib64
+        command = [nvcc, *arguments(capabilities), *more, "-shared", "-Xcompiler", "-fPIC", libraries, "-o", out, *SOURCES.glob("*.cu")]
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"nvcc failed: {done.stderr.strip()[-2000:]}")
         out.replace(to)
+        return done.stderr
+
+
+def digest() -> str:
+    """Of the sources and the flags."""
+    total = hashlib.sha256(" ".join(FLAGS).encode())
+    for source in sorted(SOURCES.iterdir()):
+        total.update(source.name.encode() + source.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def prebuilt() -> Path:
+    """Where setup.py puts the library of these sources."""
+    return PACKAGE / f"_cuda.{digest()}.so"
 
 
 def missing() -> str | None:
     """Why there can be no library in this process, or None. Builds nothing."""
     if os.environ.get("SPECDEC_CUDA") == "0":
         return "switched off by SPECDEC_CUDA=0"
-    return None if PREBUILT.exists() or find_nvcc() else "not built with the package, and no nvcc to build it with"
-
-
-def _cached(capability: int) -> Path:
-    """Where the library of these sources for this card is kept."""
-    digest = hashlib.sha256(" ".join(arguments([capability])).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    home = os.environ.get("SPECDEC_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "specdec")
-    return Path(home) / "cuda" / f"{digest.hexdigest()[:16]}.so"
+    return None if find_nvcc() or prebuilt().exists() else "not built with the package, and no nvcc to build it with"
 
 
 @cache
 def library(capability: int) -> ctypes.CDLL:
     """The library, built first if need be. OSError or RuntimeError where that fails."""
-    if PREBUILT.exists():
-        return ctypes.CDLL(str(PREBUILT))
-    path = _cached(capability)
+    path = prebuilt()
+    if not path.exists():
+        home = os.environ.get("SPECDEC_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "specdec")
+        path = Path(home) / "cuda" / f"{digest()}.{capability}.so"
     if not path.exists():
         nvcc = find_nvcc()
         if nvcc is None:

@@ -1,4 +1,4 @@
-"""The layout of e4m3 weights that the CUDA kernel reads (`csrc/cuda/fragment_layout.h`): made once, at load, and kept in the weight's place.
+"""The layout of e4m3 weights that the CUDA kernel reads (`csrc/cuda/fragment_layout.h`): made once, at load, to replace the weight.
 
 16 bytes hold what one lane feeds to two mma instructions, so weights go from memory to the tensor cores in whole vectors and without
 a transposition.

@@ -1,0 +1,43 @@
+"""The CUDA C++ kernels compile for cards that need not be there, without spills, and their library loads and answers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from specdec.kernels.cuda_library import build, find_nvcc
+from specdec.kernels.fp8_linear.cuda import Call
+
+ENTRY = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
+
+
+def nvcc() -> Path:
+    found = find_nvcc()
+    if found is None and not os.environ.get("CI"):  # .ci/run installs one
+        pytest.skip("no nvcc here")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)], ids=["Hopper", "Ampere"])
+def test_kernels_compile_without_spills_and_answer(capability: int, tmp_path: Path) -> None:
+    report = build(nvcc(), tmp_path / "kernels.so", [capability], "-Xptxas", "-v")
+    found = {name: (int(stack), int(registers)) for name, stack, registers in ENTRY.findall(report)}
+    assert len(found) == 12, report  # two kinds of numbers, six numbers of token tiles
+    for name, (stack, registers) in found.items():
+        assert registers <= 255
+        assert stack == 0 or "Li8E" in name, f"{name} keeps {stack} bytes in local memory"  # 64 tokens have 128 sums a thread: see there
+    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
+    library.specdec_error.restype = ctypes.c_char_p
+    call = Call(M=1, N=64, K=100)
+    assert library.specdec_error(library.specdec_fp8_linear(ctypes.byref(call), 0, 132, 0, None)) == b"invalid argument"
+
+
+def test_the_library_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="nvcc failed"):
+        build(nvcc(), tmp_path / "kernels.so", [1])
+    assert not list(tmp_path.iterdir())
