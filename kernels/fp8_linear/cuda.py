@@ -60,7 +60,7 @@ def prepare_call(x: Tensor, w: Fp8Fragments, ctas: int) -> tuple[Call, tuple[Ten
     if x.shape[1:] != (k,):
         raise ValueError(f"x is {tuple(x.shape)}, the weight {n} × {k}")
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # 16-byte copies
     y = x.new_empty(m, n)
     partial = torch.empty(partial_floats(ctas, m), dtype=torch.float32, device=x.device)
     block = None if w.block is None else w.block.data_ptr()
