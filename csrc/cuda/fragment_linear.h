@@ -181,7 +181,7 @@ struct Kernel {
   // Adds this warp's half of the unit in `stage` to its sums.
   SPECDEC_DEVICE void multiply(Sums<TOKEN_TILES>& sums, int stage) const {
     const uint4 *codes = weights(stage), *x = tokens(stage);
-#pragma unroll
+#pragma unroll(TOKEN_TILES < 6 ? 2 : 1)  // both at once would spill where a thread holds 96 or 128 sums
     for (int pair = 0; pair < 2; pair++) {
       uint32_t right[TOKEN_TILES][4];
 #pragma unroll
@@ -205,7 +205,7 @@ struct Kernel {
     join_halves(sums);
     if (work.first_owner(tile) != work.last_owner(tile)) return combine(sums, tile);
     const int own = tile * STRIPS + strip;
-    if (half == 0 && own < work.strips()) write<TOKEN_TILES>(sums, own, 0);
+    if (half == 0 && own < work.strips()) write<TOKEN_TILES>(sums, own, 0, TOKEN_TILES);
   }
 
   // The lower half's warps add the upper half's sums to their own, two token tiles at a time: the stages stay in flight meanwhile.
@@ -243,32 +243,58 @@ struct Kernel {
         for (int t = 0; t < TOKEN_TILES; t++) to[partial_vector(work.slot(cta, tile), strip, j, t, TOKEN_TILES, lane)] = pack(sums[j][t]);
     }
     int* flag = reinterpret_cast<int*>(shared + call.stages * STAGE);
-    if (arrives_last(call.arrived + tile, last - first + 1, flag, thread) && real) add_shares(tile, first, last);
+    if (arrives_last(call.arrived + tile, last - first + 1, flag, thread) && real) add_shares_apart(call, thread, work.ctas, tile);
   }
 
-  // The warps of both halves take half the token tiles each.
-  SPECDEC_DEVICE void add_shares(int tile, int first, int last) const {
-    constexpr int TILES = ceil_div(TOKEN_TILES, HALVES);
-    const float4* partial = reinterpret_cast<const float4*>(call.partial);
-    Sums<TILES> sums;
-    for (int c = first; c <= last; c++) {
+  // A function of its own, so that its registers are not added to those of the loop over units.
+  static SPECDEC_APART void add_shares_apart(const Call& call, int thread, int ctas, int tile) {
+    Kernel(call, nullptr, thread, 0, ctas).add_shares(tile);
+  }
+
+  // The warps of both halves take half the token tiles each, TILES at a time. Several shares are on their way together: this is all latency.
+  SPECDEC_DEVICE void add_shares(int tile) const {
+    const int first = work.first_owner(tile), last = work.last_owner(tile);
+    constexpr int HALF = ceil_div(TOKEN_TILES, HALVES), TILES = HALF < 2 ? HALF : 2, AHEAD = 4 / TILES;
+    const int stop = half == 0 ? HALF : TOKEN_TILES;
+#pragma unroll 1
+    for (int token_tile = half * HALF; token_tile < stop; token_tile += TILES) {
+      Sums<TILES> sums;
+#pragma unroll 1
+      for (int begin = first; begin <= last; begin += AHEAD) {
+        float4 shares[AHEAD][CHANNEL_TILES][TILES];
 #pragma unroll
-      for (int j = 0; j < CHANNEL_TILES; j++)
+        for (int a = 0; a < AHEAD; a++)
+          if (begin + a <= last) load_share(shares[a], begin + a, tile, token_tile, stop);
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          const int token_tile = half * TILES + t;
-          if (token_tile >= TOKEN_TILES) continue;
-          const float4 share = load_fresh(partial + partial_vector(work.slot(c, tile), strip, j, token_tile, TOKEN_TILES, lane));
-          if (c == first) set(sums[j][t], share);
-          else add(sums[j][t], share);
-        }
+        for (int a = 0; a < AHEAD; a++)
+          if (begin + a <= last) add_share(sums, shares[a], begin + a == first);
+      }
+      write<TILES>(sums, tile * STRIPS + strip, token_tile, stop);
     }
-    write<TILES>(sums, tile * STRIPS + strip, half * TILES);
   }
 
-  // Token tiles [first, first + TILES) of strip `own` of the weight: sums times the channels' scales, rounded, 16 bytes a store.
+  // CTA c's sums of this strip, as many of the token tiles from `token_tile` on as come before `stop`.
   template <int TILES>
-  SPECDEC_DEVICE void write(const Sums<TILES>& sums, int own, int first) const {
+  SPECDEC_DEVICE void load_share(float4 (&share)[CHANNEL_TILES][TILES], int c, int tile, int token_tile, int stop) const {
+    const float4* from = reinterpret_cast<const float4*>(call.partial);
+#pragma unroll
+    for (int j = 0; j < CHANNEL_TILES; j++)
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        if (token_tile + t < stop) share[j][t] = load_fresh(from + partial_vector(work.slot(c, tile), strip, j, token_tile + t, TOKEN_TILES, lane));
+  }
+
+  template <int TILES>
+  static SPECDEC_DEVICE void add_share(Sums<TILES>& sums, const float4 (&share)[CHANNEL_TILES][TILES], bool first) {
+#pragma unroll
+    for (int j = 0; j < CHANNEL_TILES; j++)
+#pragma unroll
+      for (int t = 0; t < TILES; t++) first ? set(sums[j][t], share[j][t]) : add(sums[j][t], share[j][t]);
+  }
+
+  // Token tiles from `first` on, before `stop`, of strip `own` of the weight: sums times the channels' scales, rounded, 16 bytes a store.
+  template <int TILES>
+  SPECDEC_DEVICE void write(const Sums<TILES>& sums, int own, int first, int stop) const {
     const int channel = own * STRIP + channel_in_strip(0, lane / 4);  // the first of 8
     float factor[2 * CHANNEL_TILES];
 #pragma unroll
@@ -278,7 +304,7 @@ struct Kernel {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int token = 8 * (first + t) + sum_column(lane, e);
-        if (first + t >= TOKEN_TILES || token >= call.M) continue;
+        if (first + t >= stop || token >= call.M) continue;
         uint32_t y[CHANNEL_TILES];
 #pragma unroll
         for (int j = 0; j < CHANNEL_TILES; j++)

@@ -18,6 +18,7 @@
 #include "widen.h"
 
 #define SPECDEC_DEVICE inline
+#define SPECDEC_APART inline
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
