@@ -26,8 +26,8 @@ from torch import Tensor
 
 from bench.schema import environment
 from specdec import ops
+from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.cases import LAYOUTS, awkward_rows, random_fp8
-from specdec.kernels.fp8_linear.cuda import compiled, multiprocessors
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.tolerances import TOLERANCE

@@ -20,7 +20,7 @@ TOLERANCE: dict[str, float] = {
     "mass_cut": 0.0,  # sets; integer sums, and inputs whose mass does not come within rounding of p
     "gumbel_argmax": 0.0,  # token ids; inputs avoid ties closer than the noise's last bit
     "fp8_linear": 4e-3,  # one rounding of bfloat16 results, order of the sum over K
-    "int4_linear": 4e-3,  # as fp8_linear
+    "int4_linear": 8e-3,  # one step of bfloat16 results: kernels may round (code - zero) * scale to the dtype of the activations
     "quantize_fp8": 0.07,  # codes are within one step of three mantissa bits, where a division rounds the other way; scales one ulp
     "fp8_fp8_linear": 4e-3,  # as fp8_linear
 }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import cuda_fragments
 from specdec.kernels.cuda_library import missing as missing_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
@@ -24,7 +25,9 @@ from specdec.kernels.fp8_linear import cuda as fp8_cuda
 from specdec.kernels.fp8_linear import reference as fp8_reference
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear import cuda as int4_cuda
 from specdec.kernels.int4_linear import reference as int4_reference
+from specdec.kernels.int4_linear.fragments import Int4Fragments
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.tiles import TiledWeight
@@ -162,6 +165,7 @@ _QUANTIZE_FP8.add(Backend("reference", quantize_reference.quantize_fp8))
 _FP8_FP8_LINEAR = TABLE.op("fp8_fp8_linear")
 _FP8_FP8_LINEAR.add(Backend("reference", fp8_fp8_reference.fp8_fp8_linear))
 _INT4_LINEAR = TABLE.op("int4_linear")
+_INT4_LINEAR.add(Backend("cuda", int4_cuda.int4_linear, ("cuda",), int4_cuda.rejects, missing=_WHY_NO_CUDA))
 _INT4_LINEAR.add(Backend("reference", int4_reference.int4_linear))
 
 
@@ -280,7 +284,7 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def prepare_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | Fp8Fragments:
     """The weight as `fp8_linear` reads it fastest on its device, for activations in `dtype`. Once, at load: the result replaces it."""
-    usable = _WHY_NO_CUDA is None and weight.data.is_cuda and dtype in fp8_cuda.NUMBERS
+    usable = _WHY_NO_CUDA is None and weight.data.is_cuda and dtype in cuda_fragments.NUMBERS
     return pack(weight) if usable and rejects_weight(weight) is None else weight
 
 
@@ -300,7 +304,7 @@ def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dty
     return _FP8_FP8_LINEAR(q, scale, weight, dtype)
 
 
-def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
+def int4_linear(x: Tensor, weight: Int4Weight | Int4Fragments) -> Tensor:
     """x [M,K] f32, f16 or bf16, 4-bit weight N × K -> [M,N] of x's dtype, float32 sums."""
     return _INT4_LINEAR(x, weight)
 

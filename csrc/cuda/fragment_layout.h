@@ -45,26 +45,47 @@ SPECDEC_BOTH constexpr int sum_column(int lane, int i) { return 2 * (lane % 4) +
 // token are 8 neighbouring channels, one 16-byte store.
 SPECDEC_BOTH constexpr int channel_in_strip(int channel_tile, int row) { return 8 * (row % 8) + 2 * channel_tile + row / 8; }
 
-// ---- Repacked fp8 codes: 16-byte vectors. A vector is one lane's share of 16 channels × 32 columns, that is, of two mma steps.
-// Vectors of a (strip, depth block) are contiguous (8 KiB), those of one warp inside it too (4 KiB, one per lane and i of 8).
-SPECDEC_BOTH constexpr int64_t fp8_vector(int strip, int block, int blocks, int half, int pair, int channel_tile, int lane) {
-  return ((((int64_t(strip) * blocks + block) * HALVES + half) * 2 + pair) * CHANNEL_TILES + channel_tile) * 32 + lane;
+// ---- Repacked codes: 16-byte vectors, each one lane's share of two mma steps (a pair, 32 columns) of one channel tile (fp8) or two (int4).
+// Those of a (strip, block of DEPTH columns) are contiguous, those of a half of it too: `vectors` a lane, 32 apart.
+SPECDEC_BOTH constexpr int64_t first_vector(int strip, int block, int blocks, int half, int vectors, int lane) {
+  return ((int64_t(strip) * blocks + block) * HALVES + half) * vectors * 32 + lane;
 }
-constexpr int FP8_VECTORS = 2 * CHANNEL_TILES;  // of a lane, per unit
+constexpr int PAIRS = 2;  // of a half
+constexpr int FP8_VECTORS = PAIRS * CHANNEL_TILES, INT4_VECTORS = PAIRS * CHANNEL_TILES / 2;  // of a lane, per unit
 
-struct Place {  // of a code: vector, word 0..3, 16-bit half of the word 0..1, and whether it is that half's second code (widen.h)
+struct Place {  // of a code: vector, word 0..3, 16-bit half of the word 0..1, and where in that half
   int64_t vector;
-  int word, half, second;
+  int word, half, index;
 };
 
-// Word 2s + h of a vector serves step s and rows 8h to 8h + 7 of the channel tile; its first codes are register h of the left operand, its
-// second codes register h + 2.
+// Where (n, k) meets the mma: which of its strip, block and half, and who holds it in the left operand.
+struct Meeting {
+  int strip, block, half, pair, step, channel_tile, lane, reg, element;
+  SPECDEC_BOTH constexpr Meeting(int n, int k)
+      : strip(n / STRIP), block(k / DEPTH), half(k / 64 % 2), pair(k / 32 % 2), step(k / 16 % 2), channel_tile(n % 8 / 2),
+        lane(n % STRIP / 8 * 4 + k % 8 / 2), reg(n % 2 + 2 * (k / 8 % 2)), element(k % 2) {}
+};
+
+// fp8: word 2s + h of a vector serves step s and rows 8h to 8h + 7 of the channel tile; of each half word the first code (index 0) is
+// register h of the left operand, the second register h + 2.
 SPECDEC_BOTH constexpr Place fp8_place(int n, int k, int K) {
-  const int channel = n % STRIP, column = k % DEPTH;
-  const int channel_tile = channel % 8 / 2, h = channel % 2, lane = channel / 8 * 4 + column % 8 / 2;
-  const int half = column / 64, pair = column / 32 % 2, step = column / 16 % 2, second = column / 8 % 2;
-  return {fp8_vector(n / STRIP, k / DEPTH, K / DEPTH, half, pair, channel_tile, lane), 2 * step + h, column % 2, second};
+  const Meeting m(n, k);
+  const int64_t vector = first_vector(m.strip, m.block, K / DEPTH, m.half, FP8_VECTORS, m.lane) + (m.pair * CHANNEL_TILES + m.channel_tile) * 32;
+  return {vector, 2 * m.step + m.reg % 2, m.element, m.reg / 2};
 }
+
+// int4: word 2j + s of a vector serves step s of its channel tile j; nibble r of each half word is register r.
+SPECDEC_BOTH constexpr Place int4_place(int n, int k, int K) {
+  const Meeting m(n, k);
+  const int64_t vector = first_vector(m.strip, m.block, K / DEPTH, m.half, INT4_VECTORS, m.lane) + (m.pair * 2 + m.channel_tile / 2) * 32;
+  return {vector, m.channel_tile % 2 * 2 + m.step, m.element, m.reg};
+}
+
+// ---- Scales and zero points of groups of columns (int4): a word per group and channel, the scale in its lower half, minus the number that
+// `widen.h` makes of the zero point in its upper. A warp copies what its half of a unit needs, one or two groups of 64 channels, for itself.
+constexpr int GROUP_VECTORS = STRIP * 4 / 16, MOST_GROUPS = 2;
+SPECDEC_BOTH constexpr int groups_of_half(int group) { return group < 64 ? 64 / group : 1; }
+SPECDEC_BOTH constexpr int first_group(int block, int half, int group) { return (block * DEPTH + half * 64) / group; }
 
 // ---- Activations of a stage: rows of 128 columns (256 bytes) in 16 granules of 16 bytes. Granule g of row r lies at g ^ (r mod 8):
 // the 8 rows that ldmatrix reads at one g then lie in 8 different groups of banks.
@@ -80,13 +101,17 @@ SPECDEC_BOTH constexpr int x_granule_of_lane(int lane, int token_tile, int half,
 // ---- Shared memory, bytes
 SPECDEC_BOTH constexpr int weight_bytes(int vectors) { return THREADS * vectors * 16; }
 SPECDEC_BOTH constexpr int x_bytes(int token_tiles) { return 8 * token_tiles * GRANULES * 16; }
-SPECDEC_BOTH constexpr int stage_bytes(int vectors, int token_tiles) { return weight_bytes(vectors) + x_bytes(token_tiles); }
+SPECDEC_BOTH constexpr int group_bytes(int vectors) { return vectors == INT4_VECTORS ? WARPS * MOST_GROUPS * GROUP_VECTORS * 16 : 0; }
+SPECDEC_BOTH constexpr int stage_bytes(int vectors, int token_tiles) {
+  return weight_bytes(vectors) + group_bytes(vectors) + x_bytes(token_tiles);
+}
 SPECDEC_BOTH constexpr int exchange_tiles(int token_tiles) { return token_tiles < 2 ? token_tiles : 2; }
 SPECDEC_BOTH constexpr int exchange_bytes(int token_tiles) { return STRIPS * CHANNEL_TILES * exchange_tiles(token_tiles) * 32 * 16; }
 
 // Stages that fit, at most MAX_STAGES. By Little's law 4.5 TB/s × about 1 µs of loaded latency is 4.5 MB in flight, 34 KB on each of 132
 // SMs. A stage holds 32 KB of fp8, so three stages (two in flight while one is computed on) are the least that can saturate the memory;
-// 227 KB give 6 stages to 8 tokens (160 KB in flight) and 4 to 64 (96 KB), which also covers the time a tile's end takes.
+// 227 KB give 6 stages to 8 tokens (160 KB in flight) and 4 to 64 (96 KB), which also covers the time a tile's end takes. int4 has half of that in
+// flight, and twice the instructions per byte to hide it behind.
 SPECDEC_BOTH constexpr int stages_that_fit(int limit, int vectors, int token_tiles) {
   int fit = (limit - exchange_bytes(token_tiles)) / stage_bytes(vectors, token_tiles);
   return fit < MAX_STAGES ? fit : MAX_STAGES;

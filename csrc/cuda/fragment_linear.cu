@@ -75,16 +75,20 @@ cudaError_t launch(Call call, const Card& card) {
 
 extern "C" {
 
-// number: 0 bf16, 1 f16. The call's `stages` is ignored. At most `ctas` CTAs run on `device`; the partial sums have room for that many.
-int specdec_fp8_linear(const specdec::fragment::Call* call, int number, int ctas, int device, cudaStream_t stream) {
+// format: 0 fp8, 1 int4. number: 0 bf16, 1 f16. The call's `stages` is ignored. At most `ctas` CTAs run on `device`; the partial sums have
+// room for that many.
+int specdec_fragment_linear(const specdec::fragment::Call* call, int format, int number, int ctas, int device, cudaStream_t stream) {
+  using namespace specdec;
   using namespace specdec::fragment;
   if (call->N % STRIP || call->K % DEPTH || call->x_stride % 16 || ctas < 1) return cudaErrorInvalidValue;
+  if (format == 1 && (call->group < 32 || call->K % call->group || (call->group % DEPTH && DEPTH % call->group))) return cudaErrorInvalidValue;
   int limit = 0;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   if (cudaError_t error = shared_limit(device, &limit)) return error;
   const int units = Work{call->N, call->K, 1}.units();
   const Card card{device, limit, ctas < units ? ctas : units, stream};
-  return number == 0 ? launch<Fp8<specdec::Bf16>>(*call, card) : launch<Fp8<specdec::F16>>(*call, card);
+  if (format == 0) return number == 0 ? launch<Fp8<Bf16>>(*call, card) : launch<Fp8<F16>>(*call, card);
+  return number == 0 ? launch<Int4<Bf16>>(*call, card) : launch<Int4<F16>>(*call, card);
 }
 
 const char* specdec_error(int error) { return cudaGetErrorString(cudaError_t(error)); }

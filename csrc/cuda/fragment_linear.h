@@ -27,18 +27,19 @@
 
 namespace specdec::fragment {
 
-// x [M,K] and y [M,N] of `Number`; rows of x start at multiples of 16 bytes. channel_scale [N]. block_scale [ceil(N/128), K/128] or null,
-// none of it zero. arrived [tiles]. partial: see partial_floats.
+// x [M,K] and y [M,N] of `Number`; rows of x start at multiples of 16 bytes. fp8: channel_scale [N]; block_scale [ceil(N/128), K/128] or
+// null, none of it zero. int4: groups [K/group, N]. What belongs to the other format is null. arrived [tiles]. partial: see partial_floats.
 struct Call {
   const void* x;
   const uint4* codes;
   const float* channel_scale;
   const float* block_scale;
+  const uint4* groups;
   void* y;
   float* partial;
   int* arrived;
   int64_t x_stride;  // bytes from row to row
-  int M, N, K, stages;
+  int M, N, K, group, stages;
 };
 
 // fp8 e4m3 codes in the order of fp8_place.
@@ -46,19 +47,47 @@ template <class Number_>
 struct Fp8 {
   using Number = Number_;
   static constexpr int VECTORS = FP8_VECTORS;
+  static constexpr bool GROUPED = false;
 
-  // The first of this lane's vectors of a unit, 32 apart.
-  static SPECDEC_DEVICE int64_t vector(int strip, int block, int blocks, int half, int lane) {
-    return fp8_vector(strip, block, blocks, half, 0, 0, lane);
-  }
+  SPECDEC_DEVICE void take_groups(const uint4*, int) {}
 
-  // The left operand of step `step` of the pair that `vector` holds.
-  static SPECDEC_DEVICE void left(uint32_t (&out)[4], const uint4& vector, int step) {
+  // The left operand of a channel tile in step `step` of the pair that `vector` holds.
+  SPECDEC_DEVICE void left(uint32_t (&out)[4], const uint4& vector, int, int step) const {
     const uint32_t words[2] = {step ? vector.z : vector.x, step ? vector.w : vector.y};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       out[h] = times_pair(E4m3<Number>::a(words[h]), E4m3<Number>::FACTORS, Number());
       out[h + 2] = times_pair(E4m3<Number>::b(words[h]), E4m3<Number>::FACTORS, Number());
+    }
+  }
+};
+
+// 4-bit codes in the order of int4_place, with scales and zero points by groups of columns.
+template <class Number_>
+struct Int4 {
+  using Number = Number_;
+  static constexpr int VECTORS = INT4_VECTORS;
+  static constexpr bool GROUPED = true;
+
+  uint32_t words[2 * CHANNEL_TILES];  // of the lane's channels (channel_in_strip) in the group at hand
+
+  // From a group's 64 words.
+  SPECDEC_DEVICE void take_groups(const uint4* from, int lane) {
+#pragma unroll
+    for (int i = 0; i < CHANNEL_TILES / 2; i++) {
+      const uint4 four = from[lane / 4 * 2 + i];
+      words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+    }
+  }
+
+  // The left operand of channel tile `j` in step `step` of the pair that `vector` holds for it and a neighbour.
+  SPECDEC_DEVICE void left(uint32_t (&out)[4], const uint4& vector, int j, int step) const {
+    const uint32_t word = j % 2 == 0 ? (step ? vector.y : vector.x) : (step ? vector.w : vector.z);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const uint32_t group = words[2 * j + r % 2];
+      const uint32_t code = fused_pair(nibbles<Number>(word, r), Nibble<Number>::ONE, upper_twice(group), Number());
+      out[r] = times_pair(code, lower_twice(group), Number());
     }
   }
 };
@@ -82,7 +111,8 @@ struct Cursor {
 template <class Weight, int TOKEN_TILES>
 struct Kernel {
   using Number = typename Weight::Number;
-  static constexpr int VECTORS = Weight::VECTORS, STAGE = stage_bytes(VECTORS, TOKEN_TILES), X = weight_bytes(VECTORS);
+  static constexpr int VECTORS = Weight::VECTORS, STAGE = stage_bytes(VECTORS, TOKEN_TILES), GROUPS = weight_bytes(VECTORS);
+  static constexpr int X = GROUPS + group_bytes(VECTORS), TILES_OF_VECTOR = PAIRS * CHANNEL_TILES / VECTORS;
 
   const Call& call;
   char* const shared;
@@ -147,10 +177,14 @@ struct Kernel {
   SPECDEC_DEVICE void load(const Cursor& unit, int stage, uint64_t policy) const {
     const int own = unit.tile * STRIPS + strip;
     if (own < work.strips()) {
-      const uint4* from = call.codes + Weight::vector(own, unit.block, unit.blocks, half, lane);
+      const uint4* from = call.codes + first_vector(own, unit.block, unit.blocks, half, VECTORS, lane);
       uint4* to = const_cast<uint4*>(weights(stage));
 #pragma unroll
       for (int i = 0; i < VECTORS; i++) copy_async(to + i * 32, from + i * 32, policy);
+      if (Weight::GROUPED && lane < groups_of_half(call.group) * GROUP_VECTORS) {
+        const int64_t word = (int64_t(first_group(unit.block, half, call.group)) + lane / GROUP_VECTORS) * call.N + own * STRIP;
+        copy_async(const_cast<uint4*>(groups(stage)) + lane, call.groups + word / 4 + lane % GROUP_VECTORS, policy);
+      }
     }
     constexpr int STEP = THREADS / GRANULES;  // rows that the CTA copies at a time; a multiple of 8, so the swizzle stays the same
     const int row = thread / GRANULES, granule = thread % GRANULES;
@@ -164,9 +198,12 @@ struct Kernel {
     }
   }
 
-  // This lane's vectors of a stage, 32 apart; the stage's x.
+  // This lane's vectors of a stage, 32 apart; this warp's groups; the stage's x.
   SPECDEC_DEVICE const uint4* weights(int stage) const {
     return reinterpret_cast<const uint4*>(shared + stage * STAGE) + warp * VECTORS * 32 + lane;
+  }
+  SPECDEC_DEVICE const uint4* groups(int stage) const {
+    return reinterpret_cast<const uint4*>(shared + stage * STAGE + GROUPS) + warp * MOST_GROUPS * GROUP_VECTORS;
   }
   SPECDEC_DEVICE const uint4* tokens(int stage) const { return reinterpret_cast<const uint4*>(shared + stage * STAGE + X); }
 
@@ -181,21 +218,26 @@ struct Kernel {
   // Adds this warp's half of the unit in `stage` to its sums.
   SPECDEC_DEVICE void multiply(Sums<TOKEN_TILES>& sums, int stage) const {
     const uint4 *codes = weights(stage), *x = tokens(stage);
+    Weight weight;
+    weight.take_groups(groups(stage), lane);
 #pragma unroll(TOKEN_TILES < 6 ? 2 : 1)  // both at once would spill where a thread holds 96 or 128 sums
-    for (int pair = 0; pair < 2; pair++) {
+    for (int pair = 0; pair < PAIRS; pair++) {
+      if (Weight::GROUPED && pair > 0 && call.group < 64) weight.take_groups(groups(stage) + GROUP_VECTORS, lane);
       uint32_t right[TOKEN_TILES][4];
 #pragma unroll
       for (int t = 0; t < TOKEN_TILES; t++) load_matrices(right[t], x + x_granule_of_lane(lane, t, half, pair));
 #pragma unroll
-      for (int j = 0; j < CHANNEL_TILES; j++) {
-        const uint4 vector = codes[(pair * CHANNEL_TILES + j) * 32];
+      for (int v = 0; v < VECTORS / PAIRS; v++) {
+        const uint4 vector = codes[(pair * (VECTORS / PAIRS) + v) * 32];
 #pragma unroll
-        for (int step = 0; step < 2; step++) {
-          uint32_t left[4];
-          Weight::left(left, vector, step);
+        for (int j = v * TILES_OF_VECTOR; j < (v + 1) * TILES_OF_VECTOR; j++)
 #pragma unroll
-          for (int t = 0; t < TOKEN_TILES; t++) multiply_add(sums[j][t], left, right[t][2 * step], right[t][2 * step + 1], Number());
-        }
+          for (int step = 0; step < 2; step++) {
+            uint32_t left[4];
+            weight.left(left, vector, j, step);
+#pragma unroll
+            for (int t = 0; t < TOKEN_TILES; t++) multiply_add(sums[j][t], left, right[t][2 * step], right[t][2 * step + 1], Number());
+          }
       }
     }
   }
@@ -298,7 +340,7 @@ struct Kernel {
     const int channel = own * STRIP + channel_in_strip(0, lane / 4);  // the first of 8
     float factor[2 * CHANNEL_TILES];
 #pragma unroll
-    for (int i = 0; i < 2 * CHANNEL_TILES; i++) factor[i] = call.channel_scale[channel + i];
+    for (int i = 0; i < 2 * CHANNEL_TILES; i++) factor[i] = Weight::GROUPED ? 1.0f : call.channel_scale[channel + i];
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll

@@ -56,19 +56,28 @@ SPECDEC_DEVICE void multiply_add(float (&sum)[4], const uint32_t (&left)[4], uin
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
-// Two numbers times a power of two, subnormal operands kept (hence fma and no multiplication: bf16 has mul only since sm_90; adding -0
-// leaves zeros of both signs alone).
-SPECDEC_DEVICE uint32_t times_pair(uint32_t pair, uint32_t factors, Bf16) {
+// Two numbers at a time, a b + c rounded once, subnormals kept. A fused multiply-add serves for products and sums too: bf16 has them since
+// sm_90 only, and adding -0 or multiplying by 1 changes nothing.
+SPECDEC_DEVICE uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c, Bf16) {
   uint32_t out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(factors), "r"(0x80008000u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
 
-SPECDEC_DEVICE uint32_t times_pair(uint32_t pair, uint32_t factors, F16) {
+SPECDEC_DEVICE uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c, F16) {
   uint32_t out;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(factors), "r"(0x80008000u));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
+
+template <class Number>
+SPECDEC_DEVICE uint32_t times_pair(uint32_t a, uint32_t b, Number number) {
+  return fused_pair(a, b, 0x80008000u, number);
+}
+
+// One half of a word, twice.
+SPECDEC_DEVICE uint32_t lower_twice(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
+SPECDEC_DEVICE uint32_t upper_twice(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
 
 // Two sums rounded to nearest; `low` goes to the lower address.
 SPECDEC_DEVICE uint32_t round_pair(float low, float high, Bf16) {

@@ -43,4 +43,25 @@ struct E4m3<F16> {
   }
 };
 
+// ---- Four bits: under the exponent of 2^7 (bf16) or 2^10 (f16) a code c reads as 128 + c or 1024 + c. Taking 128 or 1024 plus the zero
+// point from that is exact, and multiplying by the group's scale is the one rounding.
+template <class Number>
+struct Nibble;
+
+template <>
+struct Nibble<Bf16> {
+  static constexpr uint32_t BASE = 0x43004300, ONE = 0x3f803f80;
+};
+
+template <>
+struct Nibble<F16> {
+  static constexpr uint32_t BASE = 0x64006400, ONE = 0x3c003c00;
+};
+
+// Nibbles r of both halves of `word` as two numbers, BASE included.
+template <class Number>
+SPECDEC_BOTH constexpr uint32_t nibbles(uint32_t word, int r) {
+  return (word >> 4 * r & 0x000f000fu) | Nibble<Number>::BASE;
+}
+
 }  // namespace specdec

@@ -7,14 +7,14 @@ a transposition.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from specdec.kernels.cuda_fragments import COLUMNS, DEPTH, ROWS, STRIP, counters, rejects_shape
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
 
-STRIP = 64  # rows
-DEPTH = 128  # columns
 _NAN = 0x7F
 _SPREAD = 2.0**60  # of a row of blocks' scales: sums are kept in units of the current block's
 
@@ -22,8 +22,9 @@ _SPREAD = 2.0**60  # of a row of blocks' scales: sums are kept in units of the c
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Fragments:
     """e4m3 weight N × K in fragments. words: int32 [N/64, K/128, 2048]. channel f32 [N]: the scale of each row, or 1 where scales belong
-    to blocks; NaN where the row has a NaN code. block f32 [ceil(N/128), K/128], none zero, or None. arrived: int32 [ceil(N/256)],
-    zero between launches; hence one launch with this weight at a time."""
+    to blocks; NaN where the row has a NaN code. block f32 [ceil(N/128), K/128], none zero, or None. arrived: as `Fragments`."""
+
+    FORMAT: ClassVar[int] = 0
 
     words: Tensor
     channel: Tensor
@@ -34,6 +35,14 @@ class Fp8Fragments:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.words.shape[0] * STRIP, self.words.shape[1] * DEPTH
+
+    @property
+    def group(self) -> int:
+        return 0
+
+    def operands(self) -> dict[str, Tensor]:
+        scales = {"channel_scale": self.channel} | ({} if self.block is None else {"block_scale": self.block})
+        return {"codes": self.words, **scales}
 
     @property
     def blocked(self) -> bool:
@@ -51,9 +60,8 @@ class Fp8Fragments:
 
 def rejects_weight(w: Fp8Weight) -> str | None:
     """Why this weight has no fragments, or None. Reads the scales: for load time."""
-    n, k = w.data.shape
-    if n % STRIP or k % DEPTH or not n or not k:
-        return f"a weight of {n} × {k}; it takes multiples of {STRIP} × {DEPTH}"
+    if reason := rejects_shape(*w.data.shape):
+        return reason
     if not w.blocked:
         return None
     sizes = w.scale.abs().where(w.scale != 0, torch.nan)
@@ -78,20 +86,16 @@ def pack(w: Fp8Weight) -> Fp8Fragments:
         zero = w.scale == 0
         wide = zero.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
         codes, block = codes.masked_fill(wide, 0), w.scale.masked_fill(zero, 1.0).contiguous()
-    arrived = torch.zeros(-(-n // 256), dtype=torch.int32, device=codes.device)
-    return Fp8Fragments(_pack_words(codes), channel, block, arrived)
+    return Fp8Fragments(_pack_words(codes), channel, block, counters(n, codes.device))
 
 
-# Axes of a strip's rows and of a depth block's columns, as `fp8_place` in csrc/cuda/fragment_layout.h splits them.
-_ROWS = (8, 4, 2)  # lane / 4, channel tile, row / 8 within it
-_COLUMNS = (2, 2, 2, 2, 4, 2)  # half, pair, step, second code, lane % 4, half word
 _ORDER = (0, 4, 5, 6, 2, 1, 9, 7, 3, 10, 8)  # strip, block, half, pair, channel tile, lane (2), step, row / 8, half word, second code
 
 
 def _pack_words(codes: Tensor) -> Tensor:
     """codes uint8 [N,K] -> int32 [N/64, K/128, 2048]."""
     strips, blocks = codes.shape[0] // STRIP, codes.shape[1] // DEPTH
-    quads = codes.view(strips, *_ROWS, blocks, *_COLUMNS).permute(_ORDER).reshape(strips, blocks, 2048, 2, 2)
+    quads = codes.view(strips, *ROWS, blocks, *COLUMNS).permute(_ORDER).reshape(strips, blocks, 2048, 2, 2)
     first, second = quads[..., 0].int(), quads[..., 1].int()
     halves = (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | (second & 0x0F)
     return halves[..., 0] | halves[..., 1] << 16
@@ -103,7 +107,7 @@ def unpack(w: Fp8Fragments) -> Fp8Weight:
     halves = torch.stack((w.words, w.words >> 16), -1)
     first = halves >> 8 & 0x80 | halves >> 4 & 0x7F
     second = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
-    sizes = (strips, *_ROWS, blocks, *_COLUMNS)
+    sizes = (strips, *ROWS, blocks, *COLUMNS)
     packed = torch.stack((first, second), -1).to(torch.uint8).view([sizes[axis] for axis in _ORDER])
     inverse = [_ORDER.index(axis) for axis in range(len(sizes))]
     codes = packed.permute(inverse).reshape(w.shape)

@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from specdec.kernels.cuda_fragments import NUMBERS, Fragments, prepare_call
 from specdec.kernels.cuda_library import SOURCES
-from specdec.kernels.fp8_linear.cuda import NUMBERS, prepare_call
-from specdec.kernels.fp8_linear.fragments import Fp8Fragments
 
 HERE = Path(__file__).with_name("cuda")
 MARGIN = 4096
@@ -38,12 +37,12 @@ def guarded(like: Tensor) -> tuple[Tensor, list[Tensor]]:
     return whole[MARGIN:-MARGIN].view(like.shape), [whole[:MARGIN], whole[-MARGIN:]]
 
 
-def emulate(x: Tensor, w: Fp8Fragments, *, ctas: int, stages: int = 3, seed: int = 0) -> Tensor:
+def emulate(x: Tensor, w: Fragments, *, ctas: int, stages: int = 3, seed: int = 0) -> Tensor:
     """y of at most 64 rows on a card of `ctas` multiprocessors; the order of CTAs and threads is drawn from `seed`."""
     call, (y, _, partial) = prepare_call(x, w, ctas)
     (y, beside_y), (partial, beside_partial) = guarded(y), guarded(partial)
     call.y, call.partial, call.stages = y.data_ptr(), partial.data_ptr(), stages
-    emulator().emulate_fp8_linear(ctypes.byref(call), NUMBERS[x.dtype], ctas, ctypes.c_uint64(seed))
+    emulator().emulate_fragment_linear(ctypes.byref(call), w.FORMAT, NUMBERS[x.dtype], ctas, ctypes.c_uint64(seed))
     assert not w.arrived.any(), "the counters must be zero again"
     for margin in (*beside_y, *beside_partial):
         assert margin.isnan().all(), "a write outside the results"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.case import randn
+from specdec.kernels.cuda_fragments import partial_floats
 from specdec.kernels.fp8_linear.cases import LAYOUTS, random_fp8
-from specdec.kernels.fp8_linear.cuda import partial_floats, rejects
+from specdec.kernels.fp8_linear.cuda import rejects
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight, unpack
 from specdec.kernels.fp8_linear.reference import fp8_linear
 from specdec.kernels.fp8_linear.weight import Fp8Weight

@@ -44,8 +44,9 @@ void run(const Call& call, int ctas, uint64_t seed) {
 
 extern "C" {
 
-void emulate_fp8_linear(const Call* call, int number, int ctas, uint64_t seed) {
-  number == 0 ? run<Fp8<Bf16>>(*call, ctas, seed) : run<Fp8<F16>>(*call, ctas, seed);
+void emulate_fragment_linear(const Call* call, int format, int number, int ctas, uint64_t seed) {
+  if (format == 0) number == 0 ? run<Fp8<Bf16>>(*call, ctas, seed) : run<Fp8<F16>>(*call, ctas, seed);
+  else number == 0 ? run<Int4<Bf16>>(*call, ctas, seed) : run<Int4<F16>>(*call, ctas, seed);
 }
 
 int64_t partial_bytes(int ctas, int rows) { return partial_floats(ctas, token_tiles(rows)) * 4; }
@@ -56,7 +57,16 @@ void pack_fp8(const uint8_t* codes, uint32_t* words, int N, int K) {
     for (int k = 0; k < K; k++) {
       const Place place = fp8_place(n, k, K);
       const uint32_t code = codes[int64_t(n) * K + k];
-      words[place.vector * 4 + place.word] |= (place.second ? e4m3_half(0, code) : e4m3_half(code, 0)) << 16 * place.half;
+      words[place.vector * 4 + place.word] |= (place.index ? e4m3_half(0, code) : e4m3_half(code, 0)) << 16 * place.half;
+    }
+}
+
+// The repacked words of 4-bit codes [N,K], a byte each, by int4_place.
+void pack_int4(const uint8_t* codes, uint32_t* words, int N, int K) {
+  for (int n = 0; n < N; n++)
+    for (int k = 0; k < K; k++) {
+      const Place place = int4_place(n, k, K);
+      words[place.vector * 4 + place.word] |= uint32_t(codes[int64_t(n) * K + k]) << (16 * place.half + 4 * place.index);
     }
 }
 

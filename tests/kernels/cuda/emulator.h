@@ -76,9 +76,18 @@ uint32_t round_pair(float low, float high, Number number) {
   return narrow(low, number) | narrow(high, number) << 16;
 }
 template <class Number>
-uint32_t times_pair(uint32_t pair, uint32_t factors, Number number) {
-  return round_pair(widen(pair, number) * widen(factors, number), widen(pair >> 16, number) * widen(factors >> 16, number), number);
+uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c, Number number) {
+  auto fused = [number](uint32_t a, uint32_t b, uint32_t c) {  // the product is exact in float32, the sum in all but far-fetched cases
+    return widen(a, number) * widen(b, number) + widen(c, number);
+  };
+  return round_pair(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16), number);
 }
+template <class Number>
+uint32_t times_pair(uint32_t a, uint32_t b, Number number) {
+  return fused_pair(a, b, 0x80008000u, number);
+}
+inline uint32_t lower_twice(uint32_t word) { return (word & 0xffff) * 0x10001u; }
+inline uint32_t upper_twice(uint32_t word) { return (word >> 16) * 0x10001u; }
 
 inline float times(float a, float b) { return a * b; }
 inline float plus(float a, float b) { return a + b; }
