@@ -1,9 +1,10 @@
-"""The CUDA fp8_linear on a card: builds it, compares it, and times it against a kernel that only reads the same bytes.
+"""The CUDA fp8_linear and int4_linear on a card: builds, compares, and times them against a kernel that only reads the same bytes.
 
     python -m bench.check_marlin [--sanitize] [--no-timing] [--out FILE]
 
-Comparison: every scale layout and dtype, ragged and real shapes, exact integers to the bit, all 256 codes, rows independent of their
-number, the same bits in every run. --sanitize runs a small part of it under compute-sanitizer (memcheck, racecheck, synccheck).
+Comparison, fp8: every scale layout and dtype, ragged and real shapes, exact integers to the bit, all 256 codes, rows independent of
+their number, the same bits in every run; int4: every size of group. --sanitize runs a small part of it under compute-sanitizer
+(memcheck, racecheck, synccheck).
 Timing: a CUDA graph of calls that rotate through copies of the weight, together far larger than L2; median of replays. `read` is
 the yardstick: the fastest of three grids of the reading kernel, over the same copies, in the same run.
 """
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.cases import LAYOUTS, awkward_rows, random_fp8
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack
 from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear import fragments as int4
+from specdec.kernels.int4_linear.cases import random_int4
 from specdec.kernels.tolerances import TOLERANCE
 
 DEVICE = torch.device("cuda:0")
@@ -38,6 +41,8 @@ SMALL_SHAPES = ((64, 128), (192, 256), (448, 512), (960, 1536), (4096, 4096))
 ROWS = (1, 7, 8, 9, 16, 24, 31, 32, 33, 47, 48, 63, 64, 65, 130)
 TIMED_ROWS = (1, 8, 16, 24, 32, 48, 64)
 ROTATED_BYTES = 512 << 20
+
+Packed = TypeVar("Packed", Fp8Fragments, int4.Int4Fragments)
 
 
 def expected(x: Tensor, w: Fp8Weight) -> Tensor:
@@ -101,9 +106,27 @@ def check_rows() -> Iterator[str]:
     yield "rows: independent of their number, the same in 100 runs"
 
 
+def int4_on_card(n: int, k: int, group: int, dtype: torch.dtype) -> int4.Int4Fragments:
+    return int4.pack(random_int4(n, k, group, symmetric=False, dtype=dtype).to(DEVICE, dtype))
+
+
+def check_int4(rows: tuple[int, ...]) -> Iterator[str]:
+    for group in (32, 64, 128, 512):
+        for dtype in (torch.bfloat16, torch.float16):
+            w = random_int4(448, 2048, group, symmetric=False, dtype=dtype).to(DEVICE, dtype)
+            packed, wide = int4.pack(w), w.dequantize().T
+            for m in rows:
+                x = torch.randn(m, 2048, device=DEVICE, dtype=dtype)
+                y, want = ops.int4_linear(x, packed), x.float() @ wide
+                torch.testing.assert_close(y.float(), want, rtol=0.0, atol=TOLERANCE["int4_linear"] * want.abs().max().item())
+                assert torch.equal(ops.int4_linear(x[: m // 2 + 1], packed), y[: m // 2 + 1])
+    yield "int4: agrees, rows independent of their number"
+
+
 def check(small: bool) -> None:
     shapes = [*SMALL_SHAPES[:4]] if small else [*SMALL_SHAPES, *MODEL_SHAPES.values()]
-    for lines in (check_shapes(shapes, (1, 9, 33, 64) if small else ROWS), check_exact(), check_rows() if not small else ()):
+    rows = (1, 9, 33, 64) if small else ROWS
+    for lines in (check_shapes(shapes, rows), check_exact(), check_int4(rows), check_rows() if not small else ()):
         for line in lines:
             print(line, flush=True)
 
@@ -137,13 +160,13 @@ def milliseconds(calls: list[Callable[[], object]], repeats: int = 25) -> float:
     return statistics.median(times[3:])
 
 
-def copies(w: Fp8Fragments) -> list[Fp8Fragments]:
+def copies(w: Packed) -> list[Packed]:
     """As many as together outgrow the cache, at least three."""
     count = max(3, -(-ROTATED_BYTES // w.nbytes))
     return [w, *(replace(w, words=w.words.clone(), arrived=w.arrived.clone()) for _ in range(count - 1))]
 
 
-def read_milliseconds(weights: list[Fp8Fragments]) -> float:
+def read_milliseconds(weights: list[Packed]) -> float:
     functions, sink = compiled(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
     def read(words: Tensor, ctas: int) -> None:
@@ -155,20 +178,27 @@ def read_milliseconds(weights: list[Fp8Fragments]) -> float:
     return min(milliseconds([lambda w=w, c=c: read(w.words, c * sms) for w in weights * 2]) for c in (2, 4, 8))
 
 
+def time_weight(call: Callable[[Tensor, Packed], Tensor], w: Packed, **about: Any) -> Iterator[dict[str, Any]]:
+    weights = copies(w)
+    read = read_milliseconds(weights)
+    n, k = w.shape
+    for m in TIMED_ROWS:
+        x = torch.randn(m, k, device=DEVICE).bfloat16()
+        took = milliseconds([lambda w=w, x=x: call(x, w) for w in weights * 2])
+        yield {"backend": "cuda", "n": n, "k": k, "m": m, **about} | {
+            "microseconds": round(1e3 * took, 2),
+            "read_microseconds": round(1e3 * read, 2),
+            "ratio": round(took / read, 3),
+            "gigabytes_per_second": round(w.words.nbytes / took / 1e6),
+        }
+
+
 def timing() -> Iterator[dict[str, Any]]:
     for name, (n, k) in MODEL_SHAPES.items():
         for layout in ("channel", "block"):
-            weights = copies(pack(on_card(n, k, layout)))
-            read = read_milliseconds(weights)
-            for m in TIMED_ROWS:
-                x = torch.randn(m, k, device=DEVICE).bfloat16()
-                took = milliseconds([lambda w=w, x=x: ops.fp8_linear(x, w) for w in weights * 2])
-                yield {"op": "fp8_linear", "backend": "cuda", "shape": name, "n": n, "k": k, "m": m, "scales": layout} | {
-                    "microseconds": round(1e3 * took, 2),
-                    "read_microseconds": round(1e3 * read, 2),
-                    "ratio": round(took / read, 3),
-                    "gigabytes_per_second": round(n * k / took / 1e6),
-                }
+            yield from time_weight(ops.fp8_linear, pack(on_card(n, k, layout)), op="fp8_linear", shape=name, scales=layout)
+        w = int4_on_card(n, k, 128, torch.bfloat16)
+        yield from time_weight(ops.int4_linear, w, op="int4_linear", shape=name, scales="int4 128")
 
 
 def main() -> None:

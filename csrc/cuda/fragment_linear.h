@@ -1,12 +1,16 @@
-// y = x wᵀ for up to 64 tokens and a weight of 8 bits or fewer: the weight is read once, at the speed of memory, and everything else
-// hides behind that.
+// y = x wᵀ for up to 64 tokens and a weight of 8 or 4 bits: the weight is read once, at the speed of memory, and everything else should
+// hide behind that.
 //
-// Two numbers. A weight of N × K fp8 codes is N K bytes over 4.5 TB/s; 64 tokens are 128 N K FLOP over about 600 TFLOP/s (mma.sync on
-// Hopper), 0.96 of the read time: the tensor cores keep up to the last token, if nothing else is in their way. Per SM and clock (1.75 GHz)
-// 19 bytes of weight arrive. Shared memory moves 128 bytes a clock: each weight byte is written and read once and, with 64 channels a
-// warp, 2 · tokens / 64 bytes of x are read with it (39 B/clk at 64 tokens; 78 with 32 channels a warp). The second level cache hands out
-// x once per tile of 256 channels, 2 · tokens / 256 of the weight's bytes: 1/8 at 16 tokens, 1/2 at 64. Instructions: about 9 per four
-// weights to widen, 180 to 240 per warp and 64 × 32 weights, of the 421 issue slots that their arrival takes.
+// Two numbers. A weight of N × K fp8 codes is N K bytes over 4.5 TB/s; 64 tokens are 128 N K FLOP over about 600 TFLOP/s (what mma.sync can
+// do on Hopper), 0.96 of the read time: the tensor cores keep up to the last token, if nothing else is in their way. What could be, per SM
+// and clock (1.75 GHz), while 19 bytes of weight arrive:
+//   shared memory, 128 bytes: each weight byte is written and read once and, with 64 channels a warp, 2 · tokens / 64 bytes of x are read
+//   with it; 39 bytes for 64 tokens, 78 if a warp had 32 channels.
+//   the second level cache: it hands out x once per tile of 256 channels, 2 · tokens / 256 of the weight's bytes, 1/8 at 16 tokens, 1/2 at
+//   64. Wider tiles would halve that and double the partial sums, whose way to memory and back nothing hides.
+//   instructions: a unit's weights arrive in 1700 clocks, 850 issue slots for each of 8 warps. Read off the SASS, an fp8 unit takes a warp
+//   about 380 for 8 tokens, 450 for 32, 620 for 64. An int4 unit takes 550 of only 425 for 8 tokens: it is bound by widening, at 15
+//   instructions per eight weights, and not by memory.
 //
 // Order of reduction. Per row and channel: the products of one mma step, steps by rising column inside half a unit, units by rising column
 // inside a CTA's share of the tile, lower half plus upper half, shares by rising column. The shares follow from N, K and the number of CTAs
@@ -150,14 +154,14 @@ struct Kernel {
         if (next.unit < end) load(next, stage == 0 ? stages - 1 : stage - 1, policy);
         next.advance();
         commit_copies();
-        if (ahead != current) scale(sums, current / ahead);
+        if (!Weight::GROUPED && ahead != current) scale(sums, current / ahead);
         current = ahead;
         now.advance();
         if (now.unit < end) ahead = block_scale(now);
         multiply(sums, stage);
         if (++stage == stages) stage = 0;
       } while (now.tile == tile && now.unit < end);
-      if (call.block_scale != nullptr) scale(sums, current);
+      if (!Weight::GROUPED && call.block_scale != nullptr) scale(sums, current);
       dispose(sums, tile);
     }
   }
@@ -211,7 +215,7 @@ struct Kernel {
   // multiplied by old / new, which costs no registers, where sums of their own for each block would double them.
   SPECDEC_DEVICE float block_scale(const Cursor& unit) const {
     const int own = unit.tile * STRIPS + strip;
-    if (call.block_scale == nullptr || own >= work.strips()) return 1.0f;
+    if (Weight::GROUPED || call.block_scale == nullptr || own >= work.strips()) return 1.0f;
     return call.block_scale[int64_t(own / 2) * unit.blocks + unit.block];
   }
 

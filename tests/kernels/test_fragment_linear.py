@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.case import randn
-from specdec.kernels.cuda_fragments import partial_floats
+from specdec.kernels.cuda_fragments import partial_floats, prepare_call
 from specdec.kernels.fp8_linear.cases import LAYOUTS, random_fp8
 from specdec.kernels.fp8_linear.cuda import rejects
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight, unpack
@@ -190,3 +190,13 @@ def test_what_it_cannot_hold_is_refused() -> None:
     assert "prepare_fp8" in str(rejects(exact_rows(1, 128, torch.bfloat16), w))
     assert "float32" in str(rejects(exact_rows(1, 128, torch.float32), pack(w)))
     assert rejects(exact_rows(1, 128, torch.bfloat16), pack(w)) is None and isinstance(pack(w), Fp8Fragments)
+
+
+def test_rows_that_16_byte_copies_cannot_reach_are_copied_first() -> None:
+    w, whole = pack(exact_weight(64, 128, "tensor")), exact_rows(3, 256, torch.bfloat16)
+    for x, copied in ((whole[:, :128], False), (whole[:, 8:136], False), (whole[:, 1:129], True), (whole[:, ::2], True)):
+        call, (_, held, _) = prepare_call(x, w, 1)
+        assert (held.data_ptr() != x.data_ptr()) is copied and torch.equal(held, x)
+        assert call.x % 16 == 0 and call.x_stride == 2 * held.stride(0) and held.stride(1) == 1
+    with pytest.raises(ValueError, match="64 × 128"):
+        prepare_call(whole, w, 1)
