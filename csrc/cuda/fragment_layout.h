@@ -45,8 +45,8 @@ SPECDEC_BOTH constexpr int sum_column(int lane, int i) { return 2 * (lane % 4) +
 // token are 8 neighbouring channels, one 16-byte store.
 SPECDEC_BOTH constexpr int channel_in_strip(int channel_tile, int row) { return 8 * (row % 8) + 2 * channel_tile + row / 8; }
 
-// ---- Repacked codes: 16-byte vectors, each one lane's share of two mma steps (a pair, 32 columns) of one channel tile (fp8) or two (int4).
-// Those of a (strip, block of DEPTH columns) are contiguous, those of a half of it too: `vectors` a lane, 32 apart.
+// ---- Repacked codes: 16-byte vectors, each one lane's share of two mma steps (a pair, 32 columns) of one channel tile (fp8) or two
+// (int4). Those of a (strip, block of DEPTH columns) are contiguous, those of a half of it too: `vectors` a lane, 32 apart.
 SPECDEC_BOTH constexpr int64_t first_vector(int strip, int block, int blocks, int half, int vectors, int lane) {
   return ((int64_t(strip) * blocks + block) * HALVES + half) * vectors * 32 + lane;
 }
@@ -70,19 +70,19 @@ struct Meeting {
 // register h of the left operand, the second register h + 2.
 SPECDEC_BOTH constexpr Place fp8_place(int n, int k, int K) {
   const Meeting m(n, k);
-  const int64_t vector = first_vector(m.strip, m.block, K / DEPTH, m.half, FP8_VECTORS, m.lane) + (m.pair * CHANNEL_TILES + m.channel_tile) * 32;
-  return {vector, 2 * m.step + m.reg % 2, m.element, m.reg / 2};
+  const int64_t first = first_vector(m.strip, m.block, K / DEPTH, m.half, FP8_VECTORS, m.lane);
+  return {first + (m.pair * CHANNEL_TILES + m.channel_tile) * 32, 2 * m.step + m.reg % 2, m.element, m.reg / 2};
 }
 
 // int4: word 2j + s of a vector serves step s of its channel tile j; nibble r of each half word is register r.
 SPECDEC_BOTH constexpr Place int4_place(int n, int k, int K) {
   const Meeting m(n, k);
-  const int64_t vector = first_vector(m.strip, m.block, K / DEPTH, m.half, INT4_VECTORS, m.lane) + (m.pair * 2 + m.channel_tile / 2) * 32;
-  return {vector, m.channel_tile % 2 * 2 + m.step, m.element, m.reg};
+  const int64_t first = first_vector(m.strip, m.block, K / DEPTH, m.half, INT4_VECTORS, m.lane);
+  return {first + (m.pair * 2 + m.channel_tile / 2) * 32, m.channel_tile % 2 * 2 + m.step, m.element, m.reg};
 }
 
-// ---- Scales and zero points of groups of columns (int4): a word per group and channel, the scale in its lower half, minus the number that
-// `widen.h` makes of the zero point in its upper. A warp copies what its half of a unit needs, one or two groups of 64 channels, for itself.
+// ---- Scales and zero points of groups of columns (int4): a word per group and channel, the scale in its lower half, minus the number
+// that `widen.h` makes of the zero point in its upper. A warp copies what its half of a unit needs, one or two groups of 64 channels.
 constexpr int GROUP_VECTORS = STRIP * 4 / 16, MOST_GROUPS = 2;
 SPECDEC_BOTH constexpr int groups_of_half(int group) { return group < 64 ? 64 / group : 1; }
 SPECDEC_BOTH constexpr int first_group(int block, int half, int group) { return (block * DEPTH + half * 64) / group; }
@@ -110,8 +110,8 @@ SPECDEC_BOTH constexpr int exchange_bytes(int token_tiles) { return STRIPS * CHA
 
 // Stages that fit, at most MAX_STAGES. By Little's law 4.5 TB/s × about 1 µs of loaded latency is 4.5 MB in flight, 34 KB on each of 132
 // SMs. A stage holds 32 KB of fp8, so three stages (two in flight while one is computed on) are the least that can saturate the memory;
-// 227 KB give 6 stages to 8 tokens (160 KB in flight) and 4 to 64 (96 KB), which also covers the time a tile's end takes. int4 has half of that in
-// flight, and twice the instructions per byte to hide it behind.
+// 227 KB give 6 stages to 8 tokens (160 KB in flight) and 4 to 64 (96 KB), which also covers the time a tile's end takes. int4 has half
+// of that in flight, and twice the instructions per byte to hide it behind.
 SPECDEC_BOTH constexpr int stages_that_fit(int limit, int vectors, int token_tiles) {
   int fit = (limit - exchange_bytes(token_tiles)) / stage_bytes(vectors, token_tiles);
   return fit < MAX_STAGES ? fit : MAX_STAGES;

@@ -81,7 +81,8 @@ int specdec_fragment_linear(const specdec::fragment::Call* call, int format, int
   using namespace specdec;
   using namespace specdec::fragment;
   if (call->N % STRIP || call->K % DEPTH || call->x_stride % 16 || ctas < 1) return cudaErrorInvalidValue;
-  if (format == 1 && (call->group < 32 || call->K % call->group || (call->group % DEPTH && DEPTH % call->group))) return cudaErrorInvalidValue;
+  const int group = call->group;
+  if (format == 1 && (group < 32 || call->K % group || (group % DEPTH && DEPTH % group))) return cudaErrorInvalidValue;
   int limit = 0;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   if (cudaError_t error = shared_limit(device, &limit)) return error;

@@ -1,11 +1,11 @@
 // y = x wᵀ for up to 64 tokens and a weight of 8 or 4 bits: the weight is read once, at the speed of memory, and everything else should
 // hide behind that.
 //
-// Two numbers. A weight of N × K fp8 codes is N K bytes over 4.5 TB/s; 64 tokens are 128 N K FLOP over about 600 TFLOP/s (what mma.sync can
-// do on Hopper), 0.96 of the read time: the tensor cores keep up to the last token, if nothing else is in their way. What could be, per SM
-// and clock (1.75 GHz), while 19 bytes of weight arrive:
+// Two numbers. A weight of N × K fp8 codes is N K bytes over 4.5 TB/s; 64 tokens are 128 N K FLOP over 600 TFLOP/s (an estimate of what
+// mma.sync can do on Hopper), 0.96 of the read time: the tensor cores keep up to the last token, if nothing else is in their way. What
+// could be, per SM and clock (1.75 GHz), while 19 bytes of weight arrive:
 //   shared memory, 128 bytes: each weight byte is written and read once and, with 64 channels a warp, 2 · tokens / 64 bytes of x are read
-//   with it; 39 bytes for 64 tokens, 78 if a warp had 32 channels.
+//   with it; 77 bytes in all for 64 tokens, 116 if a warp had 32 channels.
 //   the second level cache: it hands out x once per tile of 256 channels, 2 · tokens / 256 of the weight's bytes, 1/8 at 16 tokens, 1/2 at
 //   64. Wider tiles would halve that and double the partial sums, whose way to memory and back nothing hides.
 //   instructions: a unit's weights arrive in 1700 clocks, 850 issue slots for each of 8 warps. Read off the SASS, an fp8 unit takes a warp
@@ -16,9 +16,9 @@
 // inside a CTA's share of the tile, lower half plus upper half, shares by rising column. The shares follow from N, K and the number of CTAs
 // (the card's SMs) alone. Hence the bits of a row depend on that row, the weight and the card, not on the other rows or their number.
 //
-// Shared tiles. The CTAs that share a tile write their sums to `partial` and count themselves in `arrived`; the last one adds them up in the
-// order above and writes y. Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero before
-// and after each launch. One launch at a time may use an `arrived`.
+// Shared tiles. The CTAs that share a tile write their sums to `partial` and count themselves in `arrived`; the last one adds them up in
+// the order above and writes y. Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero
+// before and after each launch. One launch at a time may use an `arrived`.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -104,7 +104,8 @@ using Sums = float[CHANNEL_TILES][TOKEN_TILES][4];
 struct Cursor {
   int unit, tile, block;
   const int blocks;
-  SPECDEC_DEVICE Cursor(const Work& work, int unit) : unit(unit), tile(unit / work.blocks()), block(unit % work.blocks()), blocks(work.blocks()) {}
+  SPECDEC_DEVICE Cursor(const Work& work, int unit)
+      : unit(unit), tile(unit / work.blocks()), block(unit % work.blocks()), blocks(work.blocks()) {}
   SPECDEC_DEVICE void advance() {
     unit++;
     if (++block == blocks) block = 0, tile++;
@@ -297,7 +298,7 @@ struct Kernel {
     Kernel(call, nullptr, thread, 0, ctas).add_shares(tile);
   }
 
-  // The warps of both halves take half the token tiles each, TILES at a time. Several shares are on their way together: this is all latency.
+  // The warps of both halves take half the token tiles each, TILES at a time. Several shares are on their way together: this is latency.
   SPECDEC_DEVICE void add_shares(int tile) const {
     const int first = work.first_owner(tile), last = work.last_owner(tile);
     constexpr int HALF = ceil_div(TOKEN_TILES, HALVES), TILES = HALF < 2 ? HALF : 2, AHEAD = 4 / TILES;
@@ -327,7 +328,8 @@ struct Kernel {
     for (int j = 0; j < CHANNEL_TILES; j++)
 #pragma unroll
       for (int t = 0; t < TILES; t++)
-        if (token_tile + t < stop) share[j][t] = load_fresh(from + partial_vector(work.slot(c, tile), strip, j, token_tile + t, TOKEN_TILES, lane));
+        if (token_tile + t < stop)
+          share[j][t] = load_fresh(from + partial_vector(work.slot(c, tile), strip, j, token_tile + t, TOKEN_TILES, lane));
   }
 
   template <int TILES>

@@ -103,8 +103,8 @@ SPECDEC_DEVICE void block_barrier() { __syncthreads(); }
 SPECDEC_DEVICE float4 load_fresh(const float4* p) { return __ldcg(p); }
 
 // Whether this CTA is the last of `expected` to come here; then all that the others wrote before they came is visible to all its threads,
-// and the counter is zero again. `flag`: one shared int that nobody else uses until the next barrier. The barrier before and the fence of one
-// thread make the writes of all threads visible: fences are cumulative.
+// and the counter is zero again. `flag`: one shared int that nobody else uses until the next barrier. The barrier before it and the fence
+// of one thread make the writes of all threads visible: fences are cumulative.
 SPECDEC_DEVICE bool arrives_last(int* counter, int expected, int* flag, int thread) {
   __syncthreads();
   if (thread == 0) {

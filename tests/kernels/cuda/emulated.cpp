@@ -102,7 +102,8 @@ int bank_conflicts(int token_tiles) {
       for (int pair = 0; pair < 2; pair++)
         for (int phase = 0; phase < 4; phase++) {
           int count[8] = {};
-          for (int lane = 8 * phase; lane < 8 * phase + 8; lane++) worst = std::max(worst, ++count[x_granule_of_lane(lane, t, half, pair) % 8]);
+          for (int lane = 8 * phase; lane < 8 * phase + 8; lane++)
+            worst = std::max(worst, ++count[x_granule_of_lane(lane, t, half, pair) % 8]);
         }
   return worst;
 }
