@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.cuda_fragments import COLUMNS, DEPTH, NUMBERS, ROWS, STRIP, counters, rejects_shape
-from specdec.kernels.int4_linear.weight import Int4Weight, pack_words
+from specdec.kernels.int4_linear.weight import Int4Weight, pack_words, unpack_words
 
 _BASE = {torch.bfloat16: 128, torch.float16: 1024}  # what a code of zero reads as (`widen.h`)
 
@@ -35,6 +35,10 @@ class Int4Fragments:
     @property
     def nbytes(self) -> int:
         return self.words.nbytes + self.groups.nbytes + self.arrived.nbytes
+
+    def dequantize(self) -> Tensor:
+        """float32 [N,K]."""
+        return unpack(self).dequantize()
 
     def operands(self) -> dict[str, Tensor]:
         return {"codes": self.words, "groups": self.groups}
@@ -68,3 +72,13 @@ def _pack_words(codes: Tensor) -> Tensor:
     strips, blocks = codes.shape[0] // STRIP, codes.shape[1] // DEPTH
     nibbles = codes.view(strips, *_SPLIT_ROWS, blocks, *COLUMNS).permute(_ORDER).reshape(-1, 8)
     return pack_words(nibbles).view(strips, blocks, 1024)
+
+
+def unpack(w: Int4Fragments) -> Int4Weight:
+    """The way back."""
+    strips, blocks, _ = w.words.shape
+    sizes = (strips, *_SPLIT_ROWS, blocks, *COLUMNS)
+    nibbles = unpack_words(w.words.view(-1, 1)).view([sizes[axis] for axis in _ORDER])
+    codes = nibbles.permute([_ORDER.index(axis) for axis in range(len(sizes))]).reshape(w.shape)
+    scale, zero = w.groups.t().contiguous().view(w.dtype).unflatten(1, (-1, 2)).unbind(-1)
+    return Int4Weight(pack_words(codes), scale.contiguous(), (-zero - _BASE[w.dtype]).to(torch.uint8), w.group)

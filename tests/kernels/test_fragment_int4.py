@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.kernels.case import randn
 from specdec.kernels.int4_linear.cases import random_int4
 from specdec.kernels.int4_linear.cuda import rejects
-from specdec.kernels.int4_linear.fragments import pack, rejects_weight
+from specdec.kernels.int4_linear.fragments import pack, rejects_weight, unpack
 from specdec.kernels.int4_linear.reference import int4_linear
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.tolerances import TOLERANCE
@@ -30,11 +30,15 @@ def exact_rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (192, 384)])
-def test_packing_follows_the_kernels_index_function(n: int, k: int) -> None:
+def test_packing_follows_the_kernels_index_function_and_comes_back(n: int, k: int) -> None:
     w = random_int4(n, k, 128, symmetric=False, dtype=torch.bfloat16)
     words, codes = torch.zeros(n * k // 8, dtype=torch.int32), w.codes()
     emulator().pack_int4(ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(words.data_ptr()), n, k)
-    assert torch.equal(pack(w).words.flatten(), words)
+    packed = pack(w)
+    assert torch.equal(packed.words.flatten(), words) and packed.shape == (n, k)
+    back = unpack(packed)
+    assert all(torch.equal(getattr(back, name), getattr(w, name)) for name in ("data", "scale", "zero")) and back.group == w.group
+    assert torch.equal(packed.dequantize(), w.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
