@@ -43,4 +43,4 @@ $(VENV)/.test-ready: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info specdec/_C*.so
+	rm -rf $(VENV) build dist *.egg-info specdec/_C*.so specdec/_cuda*.so

@@ -1,13 +1,16 @@
-"""Adds the optional extension `specdec._C` (CPU kernels). Everything else about the package is in pyproject.toml.
+"""Adds the optional extension `specdec._C` (CPU kernels) and, where torch is a CUDA build and nvcc is there, the library of CUDA
+kernels. Everything else about the package is in pyproject.toml.
 
-Without torch at build time, without a compiler, or with SPECDEC_CPU=0 the package installs without it and runs on the
-PyTorch references; start-up says so.
+Without torch at build time, without a compiler, or with SPECDEC_CPU=0 the package installs without the extension and runs on the
+PyTorch references; start-up says so. SPECDEC_CUDA=1 adds the CUDA library (see kernels/cuda_library.py).
 """
 
 import glob
+import importlib.util
 import os
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import setup
 
@@ -22,6 +25,20 @@ def libgomp(torch_lib: str) -> list[str]:
     return [os.path.realpath(shipped[0])] if shipped else ["-fopenmp"]
 
 
+def build_cuda(to: Path) -> None:
+    """The library of CUDA kernels into folder `to`, for the cards at hand, or without one for Ampere and Hopper."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("cuda_library", Path(__file__).parent / "specdec" / "kernels" / "cuda_library.py")
+    cuda = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cuda)
+    nvcc = cuda.find_nvcc()
+    if torch.version.cuda is None or nvcc is None or os.environ.get("SPECDEC_CUDA") != "1":
+        return
+    cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    cuda.build(nvcc, to / cuda.prebuilt().name, sorted(10 * major + minor for major, minor in cards) or [80, 90])
+
+
 def extension() -> dict:
     """`ext_modules` and `cmdclass`, or nothing where the extension cannot be built."""
     if os.environ.get("SPECDEC_CPU") == "0" or platform.system() != "Linux":
@@ -33,6 +50,8 @@ def extension() -> dict:
         print("specdec: no torch at build time, installing without compiled kernels", file=sys.stderr)
         return {}
 
+    here = os.path.dirname(os.path.abspath(__file__))
+
     class OptionalBuild(BuildExtension):
         """A failing compiler costs speed, not the installation."""
 
@@ -41,8 +60,11 @@ def extension() -> dict:
                 super().run()
             except Exception as err:  # setuptools, distutils and ninja each raise their own
                 print(f"specdec: compiled kernels not built, PyTorch references will be used: {err}", file=sys.stderr)
+            try:
+                build_cuda(Path(here if self.inplace else self.build_lib) / "specdec")
+            except Exception as err:
+                print(f"specdec: CUDA kernels not built, Triton's will be used: {err}", file=sys.stderr)
 
-    here = os.path.dirname(os.path.abspath(__file__))
     sources = sorted(glob.glob("specdec/csrc/*.cpp", root_dir=here) + glob.glob("specdec/csrc/cpu/*.cpp", root_dir=here))
     cpu = CppExtension(
         "specdec._C",

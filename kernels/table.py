@@ -15,13 +15,16 @@ from torch import Tensor
 
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
+from specdec.kernels.cuda_library import missing as missing_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
 from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
+from specdec.kernels.fp8_linear import cuda as fp8_cuda
 from specdec.kernels.fp8_linear import reference as fp8_reference
 from specdec.kernels.fp8_linear import widened as fp8_widened
+from specdec.kernels.int4_linear import cuda as int4_cuda
 from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.mass_cut import bisection as cut_bisection
@@ -85,6 +88,7 @@ def _load_triton() -> tuple[dict[str, Backend], str | None]:
 
 COMPILED, WHY_NOT = _load_extension()
 _TRITON, WHY_NO_TRITON = _load_triton()
+WHY_NO_CUDA = missing_cuda() if torch.cuda.is_available() else "no CUDA device"
 
 
 def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
@@ -168,9 +172,11 @@ _beside_triton("draft_topk", topk_reference.draft_topk)
 _beside_triton("tree_build", build_reference.tree_build)
 
 
-def _register_product(name: str, reference: Callable[..., Any], *others: Backend) -> Op:
-    """Op `name`, no compiled CPU backend: Triton tiled for M, `others`, Triton with one tiling for every M, the reference."""
+def _register_product(name: str, reference: Callable[..., Any], *others: Backend, cuda: Backend | None = None) -> Op:
+    """Op `name`, no compiled CPU backend: `cuda`, Triton tiled for M, `others`, Triton with one tiling for every M, the reference."""
     op = TABLE.op(name)
+    if cuda is not None:
+        op.add(cuda)
     for key, backend in ((name, "triton"), (f"{name}_fixed", "triton_fixed")):
         op.add(_TRITON.get(key, Backend(backend, reference, ("cuda",), missing=WHY_NO_TRITON)))
         for other in others if key == name else ():
@@ -179,13 +185,15 @@ def _register_product(name: str, reference: Callable[..., Any], *others: Backend
     return op
 
 
+_FP8_FRAGMENTS = Backend("cuda", fp8_cuda.fp8_linear, ("cuda",), fp8_cuda.rejects, missing=WHY_NO_CUDA)
+_INT4_FRAGMENTS = Backend("cuda", int4_cuda.int4_linear, ("cuda",), int4_cuda.rejects, missing=WHY_NO_CUDA)
 _LIBRARY = Backend("library", linear_reference.dense_linear, fixed_order=False)
 _WIDENED = Backend("widened", fp8_widened.fp8_linear, ("cuda",), fp8_widened.rejects, fixed_order=False)
 _SCALED_MM = Backend("scaled_mm", fp8_fp8_library.fp8_fp8_linear, ("cuda",), fp8_fp8_library.rejects, fixed_order=False)
 _register_product("dense_linear", linear_reference.rowwise_linear, _LIBRARY)
-_register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED)
+_register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED, cuda=_FP8_FRAGMENTS)
 _register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM)
-_register_product("int4_linear", int4_reference.int4_linear)
+_register_product("int4_linear", int4_reference.int4_linear, cuda=_INT4_FRAGMENTS)
 _beside_triton("quantize_fp8", quantize_reference.quantize_fp8)
 _beside_triton("moe_route", route_reference.moe_route)
 _register_product("moe_experts", experts_reference.moe_experts)

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import cuda_fragments
+from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.int4_linear.fragments import Int4Fragments
 from specdec.kernels.int4_linear.planes import Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.moe_experts.weight import Experts
-from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_TRITON, WHY_NOT
+from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_build.reference import BuiltTree
 from specdec.kernels.tree_walk.reference import Walked
@@ -206,7 +209,13 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _DENSE_LINEAR(x, weight)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+def prepare_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | Fp8Fragments:
+    """The weight as `fp8_linear` reads it fastest on its device, for activations in `dtype`. Once, at load: the result replaces it."""
+    usable = WHY_NO_CUDA is None and weight.data.is_cuda and dtype in cuda_fragments.NUMBERS
+    return pack(weight) if usable and rejects_weight(weight) is None else weight
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight | Fp8Fragments) -> Tensor:
     """x [M,K] f32, f16 or bf16, e4m3 weight N × K -> [M,N] of x's dtype, float32 sums. Activations are not quantised."""
     return _FP8_LINEAR(x, weight)
 
@@ -225,7 +234,7 @@ def fp8_fp8_linear(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dty
     return _FP8_FP8_LINEAR(q, scale, weight, dtype)
 
 
-def int4_linear(x: Tensor, weight: Int4Weight | Int4Planes) -> Tensor:
+def int4_linear(x: Tensor, weight: Int4Weight | Int4Planes | Int4Fragments) -> Tensor:
     """x [M,K] f32, f16 or bf16, 4-bit weight N × K -> [M,N] of x's dtype, float32 sums."""
     return _INT4_LINEAR(x, weight)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.fp8_linear.fragments import Fp8Fragments
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.tilings import FIXED, MEASURED, inner
 from specdec.kernels.triton_gemm import stream
@@ -15,15 +16,19 @@ from specdec.kernels.triton_gemm import stream
 _MANY = 512  # rows from which the widened product is the better guess where nothing was measured
 
 
-def rejects_fixed(x: Tensor, weight: Fp8Weight) -> str | None:
+def rejects_fixed(x: Tensor, weight: Fp8Weight | Fp8Fragments) -> str | None:
     """Why this kernel cannot run the call, or None."""
+    if isinstance(weight, Fp8Fragments):
+        return "the weight is in fragments"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"activations in {x.dtype}; it takes float32, float16 and bfloat16"
     return None if weight.data.is_contiguous() and weight.scale.is_contiguous() else "weight and scales must be contiguous"
 
 
-def rejects(x: Tensor, weight: Fp8Weight) -> str | None:
+def rejects(x: Tensor, weight: Fp8Weight | Fp8Fragments) -> str | None:
     """As `rejects_fixed`; and where the widened product (`widened.py`) is faster, that is preferred."""
+    if isinstance(weight, Fp8Fragments):
+        return "the weight is in fragments"
     chosen = MEASURED.choice("fp8_linear", x.shape[0], *weight.shape)
     widened = x.shape[0] > _MANY if chosen is None else chosen.backend == "widened"
     return "many rows: the widened product is faster" if widened and not weight.blocked else rejects_fixed(x, weight)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.fp8_linear.fragments import Fp8Fragments
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 _PART = 8 << 20  # weights widened at a time: 16 MB in bf16, which with their source is half of Hopper's L2
 
 
-def rejects(x: Tensor, weight: Fp8Weight) -> str | None:
+def rejects(x: Tensor, weight: Fp8Weight | Fp8Fragments) -> str | None:
     """Why it cannot run the call, or None."""
+    if isinstance(weight, Fp8Fragments):
+        return "the weight is in fragments"
     return "scales of blocks belong inside the sum over K" if weight.blocked else None
 
 

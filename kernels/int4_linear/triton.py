@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.int4_linear.fragments import Int4Fragments
 from specdec.kernels.int4_linear.planes import CHUNK, Int4Planes, pack_planes, rejects_group
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.tilings import FIXED, MEASURED, Tiling, inner
@@ -41,8 +42,10 @@ _EIGHT_F16 = tl.constexpr((tl.float16,) * 8)
 _OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 3))
 
 
-def rejects(x: Tensor, w: Int4Weight | Int4Planes) -> str | None:
+def rejects(x: Tensor, w: Int4Weight | Int4Planes | Int4Fragments) -> str | None:
     """Why this kernel cannot run the call, or None."""
+    if isinstance(w, Int4Fragments):
+        return "the weight is in fragments"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"activations in {x.dtype}; it takes float32, float16 and bfloat16"
     return rejects_group(w.group, x.shape[1])

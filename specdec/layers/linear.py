@@ -104,7 +104,7 @@ def _stack(
     for kind, group in groupby(shards, key=type):
         if kind is Fp8Weight:
             weights = stack_fp8([shard.to(device) for shard in cast("Iterator[Fp8Weight]", group)])
-            methods += [Fp8Linear(weight, act_fp8=act_fp8, fixed_order=rowwise) for weight in weights]
+            methods += [Fp8Linear(weight, act_fp8=act_fp8, fixed_order=rowwise, dtype=dtype) for weight in weights]
         elif kind is Int4Weight:
             packed = stack_int4([shard.to(device, dtype) for shard in cast("Iterator[Int4Weight]", group)])
             methods += [Int4Linear(weight, fixed_order=rowwise) for weight in packed]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec import ops
+from specdec.kernels.fp8_linear.fragments import Fp8Fragments
 from specdec.kernels.fp8_linear.weight import BLOCK, LARGEST, Fp8Weight
 
 
@@ -20,11 +21,13 @@ def to_fp8(weight: Tensor) -> Fp8Weight:
 class Fp8Linear:
     """An e4m3 weight. `act_fp8`: activations become e4m3 too, by row (W8A8); else they stay as they come (W8A16).
 
-    Which of the two is fixed here, at load, and never depends on M. `fixed_order` as in `Dense`.
+    Which of the two is fixed here, at load, and never depends on M. `fixed_order` as in `Dense`. dtype: of the activations; known, a
+    card may keep the weight in another order.
     """
 
-    def __init__(self, weight: Fp8Weight, *, act_fp8: bool = False, fixed_order: bool = False):
-        self.weight, self.act_fp8, self.fixed_order = weight, act_fp8, fixed_order
+    def __init__(self, weight: Fp8Weight, *, act_fp8: bool = False, fixed_order: bool = False, dtype: torch.dtype | None = None):
+        self.act_fp8, self.fixed_order = act_fp8, fixed_order
+        self.weight = weight if act_fp8 or dtype is None else ops.prepare_fp8(weight, dtype)
         self.out_features, self.in_features = weight.shape
         layout = f"per {BLOCK}x{BLOCK} block" if weight.blocked else "per tensor" if weight.scale.numel() == 1 else "per channel"
         self.name = f"fp8 {layout}, {'W8A8' if act_fp8 else 'W8A16'}"
@@ -35,7 +38,7 @@ class Fp8Linear:
 
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the activation dtype -> [M,N]."""
-        if not self.act_fp8:
+        if not self.act_fp8 or isinstance(self.weight, Fp8Fragments):
             return ops.fp8_linear(x, self.weight)
         return ops.fp8_fp8_linear(*ops.quantize_fp8(x), self.weight, x.dtype)
 

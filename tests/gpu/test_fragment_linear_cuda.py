@@ -1,0 +1,14 @@
+"""The CUDA linear layers on a card, as `python -m bench.check_marlin` checks them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_agree_with_the_reference_and_are_exact_where_numbers_are() -> None:
+    from bench.check_marlin import check
+
+    check(small=True)
