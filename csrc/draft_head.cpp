@@ -1,4 +1,4 @@
-// Python binding of a draft head, and the growth of one sequence's tree (specdec/spec/eagle3.py) in one call.
+// Python binding of a draft head, and the growth of one sequence's tree (specdec/spec/growth.py) in one call.
 #include <ATen/ops/cat.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>

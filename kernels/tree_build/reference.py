@@ -1,6 +1,6 @@
 """The draft tree from a pool of candidates, on the device: static shapes, no look from the host.
 
-The same tree as the host's `rerank` and `numbered` (`specdec/spec/eagle3.py`, `head_drafter.py`) make of it. Of the pool the `nodes - 1`
+The same tree as the host's `rerank` and `numbered` (`specdec/spec/growth.py`, `head_drafter.py`) make of it. Of the pool the `nodes - 1`
 best by score are picked, equals by rising place; what has no score, or hangs on a node that is not there or comes after it, is
 left out. Numbers: the root, the likeliest child of each node from the root down (the best path), then the others by
 rising place, which puts parents before children where the pool does.

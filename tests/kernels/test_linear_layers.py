@@ -125,7 +125,7 @@ def test_the_deterministic_dense_layer_does_not_depend_on_the_rows(rows: int) ->
 
 
 def test_without_the_extension_layers_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_WHY_NOT", "not built")
+    monkeypatch.setattr(ops, "WHY_NOT", "not built")
     raw = blocks(24, 64, "Q4_1")
     layer, x = make_linear([raw], **CPU), torch.randn(3, 64)
     assert layer.method.name == "dense float32"

@@ -8,14 +8,14 @@ import torch
 from specdec import ops
 from specdec.kernels.inputs import grown_pool
 from specdec.rows import RowInfo
-from specdec.spec.eagle3 import Layer, rerank
+from specdec.spec.growth import Layer, rerank
 from specdec.spec.tree import ancestor_words, check_tree, tree_from_lists
 
 BACKENDS = [b.name for b in ops.TABLE.ops["tree_build"].usable["cpu"]]
 
 
 def _layers(pool: tuple[torch.Tensor, ...], depth: int, width: int, beam: int) -> list[Layer]:
-    """The pool as `eagle3` holds it: per depth, parents counted within the depth before."""
+    """The pool as `growth` holds it: per depth, parents counted within the depth before."""
     layers, start, before = [], 0, 0
     for d in range(depth):
         size = width if d == 0 else width * min(beam, before)
