@@ -40,6 +40,7 @@ HOPE = 0.8  # share of the table's difference to the nearest visited bucket that
 FORMAT = 3  # of the cached table; 3: attention timed over distinct blocks
 SETTLED = 0.01  # a factor that moved by less is not worth telling the other row counts every step
 TRUST = 1.4  # a kept ratio may differ from a fresh one by this factor
+STEADY = 1.5  # median over least of the timings of one row, above which others were using the machine
 
 
 class StepCost(Protocol):
@@ -201,7 +202,8 @@ def measure_costs(
 
     measure: (rows of one tree, context keys) → seconds. cache: directory for tables, None = do not keep. key: names model,
     dtype and whatever else changes timings; the machine is added. A table that cannot be read, or that fresh
-    timings contradict (other kernels), is measured anew.
+    timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
+    machine, serves this process and is not kept.
     """
     name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]
     path = None if cache is None else cache / f"{name}.json"
@@ -215,20 +217,22 @@ def measure_costs(
                 return CostModel(table)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
-    logging.getLogger("specdec").info("measuring what a step costs on this machine (some seconds, kept for the next start)")
+    logging.getLogger("specdec").info(
+        "measuring what a step costs on this machine (some seconds; kept for the next start if the machine is quiet)"
+    )
     ones: list[float] = []
-    times, start = {1: 1.0}, time.monotonic()
+    times, start, whole = {1: 1.0}, time.monotonic(), True
     longer = {1: _ratio(measure, (1, near), (1, far))}
     for r, before in zip(rows[1:], rows, strict=False):
         if time.monotonic() - start > MEASURE_SECONDS:
-            times[r] = times[before] * r / before  # rows beyond some count cost in proportion, at worst
+            times[r], whole = times[before] * r / before, False  # rows beyond some count cost in proportion, at worst
             continue
         times[r] = _ratio(measure, (1, near), (r, near), ones)
         if r in FAR_ROWS:
             longer[r] = _ratio(measure, (r, near), (r, far))
     one = statistics.median(ones or [measure(1, near)])
     table = CostTable(rows, (near, far), [one * times[r] for r in rows], {r: one * times[r] * x for r, x in longer.items()})
-    if path is not None:
+    if path is not None and whole and one <= STEADY * min(ones, default=one):
         _write(path, table.to_json())
     return CostModel(table)
 
@@ -243,10 +247,12 @@ def _ratio(measure: Callable[[int, int], float], one: tuple[int, int], other: tu
 
 def _confirmed(table: CostTable, measure: Callable[[int, int], float]) -> bool:
     """Whether some rows still cost as many single rows as the table says. The scale is learnt from real steps."""
-    few = max(r for r in table.rows if r <= 8)
     context = table.contexts[0]
-    known = table.near[table.rows.index(few)] / table.near[0]
-    return 1 / TRUST < _ratio(measure, (1, context), (few, context)) / known < TRUST
+    for few in sorted({min(r, table.rows[-1]) for r in (2, 8)}):
+        known = table.near[table.rows.index(few)] / table.near[0]
+        if not 1 / TRUST < _ratio(measure, (1, context), (few, context)) / known < TRUST:
+            return False
+    return True
 
 
 def _write(path: Path, text: str) -> None:

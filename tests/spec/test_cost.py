@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -145,10 +146,30 @@ def test_table_is_kept_per_machine_and_key(tmp_path):
     first = measure_costs(measure, cache=tmp_path / "deep", key="a")
     count = len(calls)
     again = measure_costs(measure, cache=tmp_path / "deep", key="a")
-    assert len(calls) == count + 1 + 2 * PAIRS and again.base(5, 1) == first.base(5, 1)  # a warm-up and a check
+    assert len(calls) == count + 1 + 4 * PAIRS and again.base(5, 1) == first.base(5, 1)  # a warm-up and two checks
     measure_costs(measure, cache=tmp_path / "deep", key="b")
-    assert len(calls) == 2 * count + 1 + 2 * PAIRS
+    assert len(calls) == 2 * count + 1 + 4 * PAIRS
     assert "torch" in machine_key()
+
+
+def test_a_table_from_a_busy_machine_is_not_kept(tmp_path, monkeypatch):
+    """One that time cut short says nothing of its last rows, and one of unsteady timings little of any."""
+    dice = random.Random(0)
+    measure_costs(lambda rows, context: linear(rows, context) * dice.choice((1, 3, 3, 3)), cache=tmp_path, key="unsteady")
+    clock = itertools.count()
+    monkeypatch.setattr("specdec.spec.cost.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    measure_costs(linear, cache=tmp_path, key="slow")
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_kept_table_must_hold_at_two_rows_and_at_eight(tmp_path, rows):
+    measure_costs(linear, cache=tmp_path, key="a")
+
+    def other(count: int, context: int) -> float:
+        return (2 if count == rows else 1) * linear(count, context)
+
+    assert measure_costs(other, cache=tmp_path, key="a").base(rows, 1) > 1.2 * measure_costs(linear).base(rows, 1)
 
 
 @pytest.mark.parametrize(
