@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bench.cuda_timing import microseconds
 from bench.schema import environment
 from specdec import ops
 from specdec.kernels.cuda_fragments import compiled, multiprocessors
@@ -142,22 +143,7 @@ def sanitize() -> None:
 
 def milliseconds(calls: list[Callable[[], object]], repeats: int = 25) -> float:
     """Median time of one call, of graphs that make them all in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 3):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / len(calls))
-    return statistics.median(times[3:])
+    return statistics.median(microseconds(calls, repeats)) / 1e3
 
 
 def copies(w: Packed) -> list[Packed]:

@@ -62,6 +62,11 @@ def microseconds(turn: Sequence[Callable[[], object]], replays: int) -> list[flo
     return [begin.elapsed_time(end) * 1e3 / calls for begin, end in events]
 
 
+def call_seconds(turn: Sequence[Callable[[], object]], replays: int) -> list[float]:
+    """As `microseconds`, in seconds."""
+    return [time * 1e-6 for time in microseconds(turn, replays)]
+
+
 def read_microseconds(moved: int, replays: int) -> list[float]:
     """Microseconds to read `moved` bytes and do nothing with them, the yardstick, over rotated buffers."""
     from bench.read_kernel import programs, read  # needs Triton

@@ -14,7 +14,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,26 +97,6 @@ def attend(caches: Tensor, rest: dict[str, Tensor], backend: str) -> Tensor:
         return ops.tree_attention(q, caches[0], caches[1], *others, scale=HEAD**-0.5, kv_scales=(0.5, 0.5))
 
 
-def replayed(calls: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Seconds a call, per replay of a graph that holds all calls once."""
-    for call in calls[:2]:
-        call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(calls))
-    return times[3:]
-
-
 def judged(cell: Cell, times: list[float], read_times: list[float]) -> dict[str, float]:
     """What the times mean: microseconds, the bound, the ratio to it, rates."""
     seconds, read = statistics.median(times), statistics.median(read_times)
@@ -133,14 +113,15 @@ def judged(cell: Cell, times: list[float], read_times: list[float]) -> dict[str,
 
 def measure(cell: Cell, backend: str, repeats: int) -> dict[str, Any]:
     """The record of one cell, environment aside."""
+    from bench.cuda_timing import call_seconds
     from bench.read_kernel import programs, read
 
     copies = cell.copies(torch.cuda.get_device_properties(0).L2_cache_size)
     caches, rest = inputs(cell, copies, "cuda")
-    times = replayed([lambda c=c: attend(c, rest, backend) for c in caches], repeats)
+    times = call_seconds([lambda c=c: attend(c, rest, backend) for c in caches], repeats)
     words = [c.view(-1).view(torch.int32) for c in caches]
     out = torch.empty(programs(words[0].numel()), dtype=torch.int32, device="cuda")
-    read_times = replayed([lambda w=w: read(w, out) for w in words], repeats)
+    read_times = call_seconds([lambda w=w: read(w, out) for w in words], repeats)
     exact = attend(caches[0], rest, "matmul").float()
     error = ((attend(caches[0], rest, backend).float() - exact).abs().max() / exact.abs().max()).item()
     return {

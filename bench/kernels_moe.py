@@ -12,16 +12,17 @@ same routings have, weights, scales and biases. Before it is timed, every case i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bench import schema
+from bench.cuda_timing import call_seconds
+from bench.read_kernel import programs
+from bench.read_kernel import read as read_words
 from specdec import ops
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
@@ -29,7 +30,6 @@ from specdec.kernels.mxfp4.weight import BLOCK as GROUP
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 
 TARGET = 1.4  # times the read time, issue 4
-READ_TILE = 8192  # int32 words a program of the read kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,40 +100,12 @@ def error(x: Tensor, logits: Tensor, shape: Shape, experts: Experts) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def graph_seconds(body: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` replays of one graph of `body`, after three to warm up."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    seconds = []
-    for i in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            seconds.append(begin.elapsed_time(end) / 1e3)
-    return seconds
-
-
-@triton.jit
-def _read(words, out, count, TILE: tl.constexpr):
-    """Grid (tiles). Loads count int32 words and keeps nothing of them."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = tl.sum(tl.load(words + at, mask=at < count, other=0), 0)
-    if total == 0x5BD1E995:  # next to never, but the compiler cannot know
-        tl.store(out, total)
-
-
 def read(weight: Tensor, start: int, size: int) -> int:
     """Load `size` bytes of the weight from about byte `start` on; the bytes loaded, fewer where the weight is smaller."""
     words = weight.view(torch.int32).flatten()
     count = min(size // 4, words.numel())
     first = min(start // 4, words.numel() - count) // 32 * 32
-    _read[(triton.cdiv(count, READ_TILE),)](words[first:], words[:1], count, TILE=READ_TILE)
+    read_words(words[first : first + count], torch.empty(programs(count), dtype=torch.int32, device=words.device))
     return count * 4
 
 
@@ -164,12 +136,13 @@ def measure(model: str, tokens: int, calls: int, repeats: int, experts: Experts)
     choices, per_expert = routings(shape, tokens, calls, device), bytes_an_expert(experts)
     hits = [hit(logits, shape.per_token) for logits in choices]
     worst = error(x, choices[0], shape, experts)
-    seconds = graph_seconds(lambda: [run(x, logits, shape, experts) for logits in choices], repeats)
+    took = call_seconds([partial(run, x, logits, shape, experts) for logits in choices], repeats)
     offsets = [sum(hits[:i]) * per_expert for i in range(calls)]
     weight = storage(experts.gate_up)[0]
     reads = [(offset % weight.nbytes, count * per_expert) for offset, count in zip(offsets, hits, strict=True)]
-    read_seconds = graph_seconds(lambda: [read(weight, *where) for where in reads], repeats)
-    return record(model, tokens, hits, per_expert, seconds, read_seconds) | {"error": worst, "calls": calls} | schema.environment()
+    read_took = call_seconds([partial(read, weight, *where) for where in reads], repeats)
+    whole, whole_read = ([s * calls for s in times] for times in (took, read_took))
+    return record(model, tokens, hits, per_expert, whole, whole_read) | {"error": worst, "calls": calls} | schema.environment()
 
 
 def main() -> None:

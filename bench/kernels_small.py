@@ -2,7 +2,7 @@
 
     python -m bench.kernels_small [--ops coupled_verify tree_build] [--replays 50]
 
-Appends to `bench/results/kernels_small.jsonl`: per op, backend and shape the median seconds a call (`bench/graph_time.py`), the bytes
+Appends to `bench/results/kernels_small.jsonl`: per op, backend and shape the median seconds a call (`bench/cuda_timing.py`), the bytes
 that the op cannot avoid moving, the read time of as many bytes in the same run, and the ratio of the two. Shapes are those of Llama-3
 (hidden 4096 and 8192, vocabulary 128,256), Qwen3-32B heads, GPT-OSS (intermediate 2880) and EAGLE-3 heads (draft vocabulary 32,000).
 """
@@ -14,11 +14,13 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.cuda_timing import call_seconds, copies, read_microseconds
 from bench.schema import append, environment
 from specdec import ops
 from specdec.kernels.inputs import grown_pool
@@ -164,13 +166,11 @@ def record(work: Work, backend: str, seconds: list[float], read: float) -> dict[
 
 def measure(work: Work, backend: str, replays: int, cache_bytes: int) -> dict[str, Any]:
     """One line measured. Needs a CUDA device."""
-    from bench.graph_time import call_seconds, read_seconds, sets_needed
-
-    count = sets_needed(work.num_bytes, cache_bytes)
+    count = copies(work.num_bytes, cache_bytes)
     fn = ops.TABLE.ops[work.op].find(backend).fn
     sets = [work.make(seed) for seed in range(count)]
-    seconds = call_seconds([lambda args=args: fn(*args) for args in sets], replays)
-    return record(work, backend, seconds, read_seconds(work.num_bytes, count, replays))
+    took = call_seconds([partial(fn, *args) for args in sets], replays)
+    return record(work, backend, took, statistics.median(read_microseconds(work.num_bytes, replays)) * 1e-6)
 
 
 def main() -> None:

@@ -42,17 +42,3 @@ def test_a_record_holds_the_ratio_to_the_read() -> None:
     line = record(SMALL[0], "triton", [3e-6, 2e-6, 4e-6], 1.5e-6)
     assert (line["us"], line["us_min"], line["read_us"], line["over_read"], line["replays"]) == (3.0, 2.0, 1.5, 2.0, 3)
     assert line["GB_per_s"] == round(SMALL[0].num_bytes / 3e-6 / 1e9, 1) and line["op"] == "coupled_verify"
-
-
-def test_sets_outgrow_the_cache_and_the_read_reads_everything() -> None:
-    pytest.importorskip("triton")
-    from bench import graph_time
-
-    assert graph_time.sets_needed(10, 100) == 30 and graph_time.sets_needed(1000, 100) == 2
-    assert graph_time.sets_needed(1, 10**9) == graph_time.MOST_SETS
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = torch.arange(20000, dtype=torch.float32, device=device)
-    sink = torch.full((3,), torch.nan, device=device)
-    graph_time.read(source, sink)
-    expected = [float(part.sum()) for part in source.double().split(8192)]
-    torch.testing.assert_close(sink.double().cpu(), torch.tensor(expected).double())
