@@ -18,9 +18,11 @@ from specdec.kernels.triton_common import INTERPRET, INTERPRETED
 
 @cache
 def native(device: torch.device) -> bool:
-    """Whether the card converts and multiplies e4m3 itself."""
+    """Whether the card converts and multiplies e4m3 itself; the interpreter does not."""
+    if INTERPRETED:
+        return False
     if device.type != "cuda":  # compiled without a card: for the one that the driver names
-        return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 89
+        return bool(triton.runtime.driver.active.get_current_target().arch >= 89)
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
