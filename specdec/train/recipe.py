@@ -32,7 +32,7 @@ from specdec.version import __version__
 if TYPE_CHECKING:
     from specdec.models.load import LoadedModel
 
-STORE_SHARE = 0.5  # of the free device memory that captured features may take
+STORE_SHARE = 0.75  # of the free device memory that captured features may take; a step needs some 20 GiB beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +202,7 @@ class Recipe:
             "temperatures": sorted({round(t, 4) for t in train.temperature.tolist()}),
             "draft_vocab": len(self.target_ids),
             "coverage": round(self.coverage, 5),
+            "features": type(trainer.features).__name__,
             "parameters": sum(p.numel() for p in self.head.parameters()),
             "steps": trainer.step,
             "epochs": trainer.epoch,
