@@ -1,4 +1,4 @@
-"""The acceptance table of README.md and its plots, from the records of one commit: the newest one."""
+"""The acceptance table of README.md and its plots, from the newest records."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.cells import Shape
+from bench.cells import MACHINE, Shape
 from specdec.train.plot import Curve, Panel, draw
 
 Record = dict[str, Any]
+_CELL = ("drafter", "source", "nodes", "depth", "width", "mode", "temperature", "domain", "texts")
 
 
 def latest(rows: list[Record]) -> list[Record]:
-    """The records of the newest commit that counted any pass."""
+    """The newest record of every cell that counted a pass: on the machine of the newest, with the newest weights of each drafter
+    and as many and as long texts as there were last. The code may have changed between them: `accept_table` names the commits."""
     rows = [r for r in rows if "texts" in r and r["steps"]]
-    return [r for r in rows if r["commit"] == rows[-1]["commit"]]
+    machine, weights = [rows[-1][name] for name in MACHINE[1:]] if rows else [], {r["drafter"]: r["digest"] for r in rows}
+    sizes = {r["texts"]: (r["count"], r["max_tokens"]) for r in rows}
+    cells = {}
+    for r in rows:
+        fits = weights[r["drafter"]] == r["digest"] and sizes[r["texts"]] == (r["count"], r["max_tokens"])
+        if fits and [r[name] for name in MACHINE[1:]] == machine:
+            cells[tuple(r[name] for name in _CELL)] = r
+    return list(cells.values())
 
 
 def grouped(rows: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
@@ -97,7 +106,8 @@ def accept_table(rows: list[Record], times: bool = True) -> str:
             parts.append(
                 "\n".join([*lines, "", f"Means over {domains} domains, {counts} {what} each, seeds a {what[:-1]}: {seeds}; {how}."])
             )
-    parts.append(f"{r['model']}, {r['gpu'] or r['cpu']}, {r['threads']} threads, commit {r['commit']}, {r['time'][:10]}.")
+    commits = " and ".join(commit for (commit,) in grouped(rows, "commit"))
+    parts.append(f"{r['model']}, {r['gpu'] or r['cpu']}, {r['threads']} threads, commit {commits}, {r['time'][:10]}.")
     return "\n\n".join(parts)
 
 
