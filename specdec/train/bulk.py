@@ -62,6 +62,7 @@ class Lanes:
         self.tokens = torch.zeros((lanes, max_len), dtype=torch.int32, device=device)
         self._zero = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._one_each = torch.arange(lanes + 1, dtype=torch.int32, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, free: Sequence[int], questions: Sequence[Question]) -> None:
         """Put questions into free lanes: K and V of all prompt tokens but the last, which is the next step's input."""
@@ -99,7 +100,28 @@ class Lanes:
         self.model.forward(Batch(ids, positions, cu, zeros, zeros, torch.zeros_like(ids), table, slots, ids[:0]), self._kv)
 
     def step(self) -> None:
-        """One token for every active lane."""
+        """One token for every active lane. On a card it is one CUDA graph: a small target's launches cost more than its work."""
+        if self.token.is_cuda and self._graph is None:
+            self._graph = self._captured()
+        if self._graph is None:
+            self._advance()
+        else:
+            self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """`_advance` as a graph. Two real steps come first, to compile and to allocate: lanes are two tokens further afterwards."""
+        stream = torch.cuda.Stream(self.token.device)
+        stream.wait_stream(torch.cuda.current_stream(self.token.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._advance()
+        torch.cuda.current_stream(self.token.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._advance()
+        return graph
+
+    def _advance(self) -> None:
         slots = torch.where(self.active, self._lane * self._stride + self.position, -1).repeat(self._groups, 1)
         batch = Batch(
             input_ids=self.token,
@@ -115,11 +137,11 @@ class Lanes:
         hidden, _ = self.model.forward(batch, self._kv)
         scores = self.model.logits(hidden) / self.temperature[:, None]
         chosen = ops.gumbel_argmax(scores, self.seed, self.position + 1, self._zero, self.noisy, rng.TARGET)
-        self.position = torch.where(self.active, self.position + 1, self.position)
-        self.token = torch.where(self.active, chosen, self.token)
+        self.position += self.active
+        self.token.copy_(torch.where(self.active, chosen, self.token))
         self.tokens.scatter_(1, self.position[:, None], self.token[:, None].to(torch.int32))
         ended = (self.token[:, None] == self._ends).any(1) | (self.position >= self.limit)
-        self.active = self.active & ~ended
+        self.active &= ~ended
 
 
 @torch.inference_mode()
