@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +10,18 @@ import torch
 from specdec import ops
 from specdec.kernels.cases import CASES, Case
 from specdec.kernels.quantize_fp8.reference import quantize_fp8
+from tests.kernels.device import at_home
+from tests.kernels.matrix import names
 
 PAIRS = [
-    (fused, plain, backend.name)
+    (fused, plain, backend)
     for fused, plain in (("rms_norm_fp8", "rms_norm"), ("add_rms_norm_fp8", "add_rms_norm"), ("silu_mul_fp8", "silu_mul"))
-    for backend in ops.TABLE.ops[fused].usable["cpu"]
+    for backend in names(fused)
 ]
 
 
 def _run(op: str, backend: str, case: Case) -> Any:
-    fn: Callable[..., Any] = ops.TABLE.ops[op].find(backend).fn
-    return fn(*case.args, **case.kwargs)
+    return at_home(ops.TABLE.ops[op].find(backend), *case.args, **case.kwargs)
 
 
 @pytest.mark.parametrize(("fused", "plain", "backend"), PAIRS)
