@@ -20,8 +20,8 @@ from specdec.kernels.int4_linear.cases import random_int4
 from specdec.kernels.int4_linear.planes import pack_planes, rejects_group, unpack_planes
 from specdec.kernels.int4_linear.triton import pair_asm
 from specdec.kernels.tilings import BUCKETS, CANDIDATES, FIXED, Choice, Table, Tiling, bucket, candidates, usual
-from specdec.kernels.triton_gemm import _RING, _ring, row_chunks
 from specdec.kernels.triton_e4m3 import native
+from specdec.kernels.triton_gemm import _RING, _ring, row_chunks
 from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
