@@ -21,7 +21,7 @@ from specdec.kernels.int4_linear.planes import pack_planes, rejects_group, unpac
 from specdec.kernels.int4_linear.triton import pair_asm
 from specdec.kernels.tilings import BUCKETS, CANDIDATES, FIXED, Choice, Table, Tiling, bucket, candidates, usual
 from specdec.kernels.triton_e4m3 import native
-from specdec.kernels.triton_gemm import _RING, _ring, row_chunks
+from specdec.kernels.triton_gemm import _RING, _ring, fitted, row_chunks
 from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
@@ -231,6 +231,16 @@ def test_the_fixed_tiling_does_not_ask_for_m_and_bounds_its_workspace() -> None:
     assert tiling.splits > 1 and max(c.stop - c.start for c in chunks) <= 512
     assert [r for c in chunks for r in range(c.start, c.stop)] == list(range(2000))
     assert row_chunks(2000, Tiling(64, 128, 64, 1, 4, 4)) == [slice(0, 2000)] and row_chunks(0, tiling) == []
+
+
+@pytest.mark.parametrize("x_bytes", [2, 4])
+def test_stages_fit_whatever_the_numbers(x_bytes: int) -> None:
+    """As listed for 16 bits; float32 rows leave room for fewer, but for two, with every tiling."""
+    for op, tilings_of in CANDIDATES.items():
+        w_bytes = x_bytes if op == "dense_linear" else 1
+        for tiling in () if op.startswith("int4") else tilings_of:
+            stages = fitted(tiling, w_bytes, x_bytes).stages
+            assert stages == tiling.stages if x_bytes == 2 else 2 <= stages <= tiling.stages, (op, tiling)
 
 
 def test_launches_in_flight_have_their_own_counters() -> None:
