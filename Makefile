@@ -25,8 +25,8 @@ test-all: $(VENV)/.test-ready lint  ## slow tests too
 	$(PY) -m specdec.cli pull $(MODEL)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-test-gpu: $(VENV)/.test-ready  ## what needs a CUDA device
-	$(PY) -m pytest -q -m gpu $(ARGS)
+test-gpu: $(VENV)/.test-ready  ## the kernels and the engine on a CUDA device, all that a card can tell
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 -m "not slow and not compiles" tests/kernels tests/gpu --tb=line -q $(ARGS)
 
 lint: $(VENV)/.test-ready
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -8,6 +8,7 @@ the order of the splits, its own included, so the bits do not depend on who came
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ from specdec.kernels.tilings import Tiling
 from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_e4m3 import dot_codes, native, widen
 
+_STAGED = 160 << 10  # bytes of shared memory the stages of a program may take
 _RING = 1 << 20  # counters a device has: more than the tiles of every GEMM that can be in flight together
 
 
@@ -170,9 +172,16 @@ def stream(x: Tensor, w: Tensor, w_scale: Tensor | None, x_scale: Tensor | None,
     if not x.shape[1]:
         return out.zero_()
     x = x if x.stride(1) == 1 else x.contiguous()
+    tiling = fitted(tiling, w.element_size(), x.element_size())
     for rows in row_chunks(x.shape[0], tiling):
         _launch(x[rows], w, w_scale, None if x_scale is None else x_scale[rows], out[rows], tiling)
     return out
+
+
+def fitted(tiling: Tiling, w_bytes: int, x_bytes: int) -> Tiling:
+    """The tiling with no more stages than shared memory holds: the lists are for x of 16 bits, float32 takes twice the room."""
+    stage = tiling.depth * (tiling.features * w_bytes + tiling.rows * x_bytes)
+    return replace(tiling, stages=max(1, min(tiling.stages, _STAGED // stage)))
 
 
 def row_chunks(rows: int, tiling: Tiling) -> list[slice]:

@@ -1,4 +1,5 @@
-"""Without a card, Triton kernels run in Triton's interpreter. It must be asked for before anything imports Triton."""
+"""Without a card, Triton kernels run in Triton's interpreter, which must be asked for before anything imports Triton. With one, the
+library's products are those that tolerances are about: float32 not rounded to TF32, the same bits every time."""
 
 from __future__ import annotations
 
@@ -6,5 +7,8 @@ import os
 
 import torch
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")

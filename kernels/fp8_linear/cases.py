@@ -84,6 +84,8 @@ def fp8_fp8_linear() -> Iterator[Case]:
         for dtype in (torch.bfloat16, torch.float16):
             q = randn(3, 200, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn)
             yield Case(f"{layout} {dtype}", (q, torch.tensor([1e-3, 0.0, 2e-2]), random_fp8(200, 200, layout), dtype), row_args=(0, 1))
+        q, scale = randn(5, 128, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(5) + 1e-3  # what the library takes
+        yield Case(f"{layout} 5x64x128 bfloat16", (q, scale, random_fp8(64, 128, layout), torch.bfloat16), row_args=(0, 1))
         q, scale = randn(17, 384, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(17, 3)
         yield Case(f"{layout}, groups of x", (q, scale, random_fp8(200, 384, layout), torch.float32), row_args=(0, 1))
 

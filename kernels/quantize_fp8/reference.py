@@ -15,6 +15,7 @@ def quantize_fp8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     A row of zeros has scale 0 and codes 0; a row with NaN or infinity has no finite product.
     """
     wide = x.float() if group is None else x.float().view(x.shape[0], x.shape[1] // group, group)
-    scale = wide.abs().amax(-1) / LARGEST
+    largest = wide.abs().amax(-1)
+    scale = largest / torch.full_like(largest, LARGEST)  # by a plain number CUDA would multiply by the rounded inverse
     numbers = torch.where(scale[..., None] == 0, 0.0, wide / scale[..., None])
     return numbers.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(x.shape), scale

@@ -1,13 +1,14 @@
-"""The engine on a CUDA device, through the PyTorch references: the same promises as on the CPU."""
+"""The engine on a CUDA device, with the backends that it takes there: the same promises as on the CPU."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specdec.config import SamplingParams
 from tests.harness import GREEDY, SHAPES, P, R, engine, oracle_of, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 REQUESTS = {
     "greedy": (P, GREEDY),

@@ -14,11 +14,14 @@ from specdec import ops
 from specdec.kernels.cases import CASES, Case
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.registry import Backend
+from tests.kernels.device import home, on
 from tests.kernels.draft_cases import draft_cases
 from tests.kernels.stack_cases import stack_cases
 from tests.kernels.walk_cases import walk_cases
 
 ALL_CASES = {**CASES, "decoder_stack": stack_cases, "draft_pass": draft_cases, "tree_walk": walk_cases}
+
+needs_extension = pytest.mark.skipif(not ops.compiled(), reason=f"about tiles: {ops.WHY_NOT}")
 
 
 def variants() -> list[str]:
@@ -30,13 +33,23 @@ def variants() -> list[str]:
     return _C.variants()
 
 
-def implementations(device: str = "cpu") -> list[tuple[str, Backend, str | None]]:
-    """(op, backend, variant or None) for everything usable on `device`."""
+# The CUDA C++ backends read fragments alone, which no case has: `tests/gpu/test_fragment_linear_cuda.py` runs them.
+_ELSEWHERE = "cuda"
+
+
+def implementations(only: str | None = None) -> list[tuple[str, Backend, str | None]]:
+    """(op, backend, variant or None) for everything that this machine can run (`home`), of one op or of all."""
     out: list[tuple[str, Backend, str | None]] = []
     for name, op in ops.TABLE.ops.items():
-        for backend in op.usable.get(device, []):
-            out += [(name, backend, v) for v in (variants() if backend.name == "cpu" else [None])]
+        for backend in op.backends if only in (None, name) else []:
+            if backend.missing is None and home(backend) is not None and backend.name != _ELSEWHERE:
+                out += [(name, backend, v) for v in (variants() if backend.name == "cpu" else [None])]
     return out
+
+
+def names(op: str) -> list[str]:
+    """The op's backends that this machine can run."""
+    return list(dict.fromkeys(backend.name for _, backend, _ in implementations(op)))
 
 
 def marked(entries: list[tuple[str, Backend, str | None]]) -> list[Any]:
@@ -71,7 +84,7 @@ def use(variant: str | None) -> Iterator[None]:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New tensors are filled with NaN (or the largest integer), so an element no kernel wrote cannot look right."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # not to forbid products and sums of the library on a card
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
@@ -98,10 +111,15 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def call(backend: Backend, case: Case, args: tuple[Any, ...] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """(results, arguments afterwards) of a call on copies: ops that write into caches are compared through the latter."""
-    own = copy(case.args if args is None else args)
-    result = backend.fn(*own, **case.kwargs)
-    return tensors(result), tensors(own)
+    """(results, arguments afterwards), on the CPU, of a call on copies where the backend is at home: ops that write into caches are
+    compared through the latter."""
+    where = home(backend)
+    assert where is not None, backend.name
+    own, kwargs = copy(case.args if args is None else args), case.kwargs
+    if where != "cpu":
+        own, kwargs = on(where, own), on(where, kwargs)
+    result = backend.fn(*own, **kwargs)
+    return on("cpu", tensors(result)), on("cpu", tensors(own))
 
 
 def first_rows(case: Case, count: int) -> tuple[Any, ...]:
@@ -109,9 +127,16 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
     return tuple(a[:count].contiguous() if i in case.row_args else a for i, a in enumerate(case.args))
 
 
+# Reasons that are no inability: an interpreted kernel is slow, and of two that can run a product the measured or likelier one is taken.
+_PREFERENCES = ("interpreted, hence slow", "not measured", "measured:", "many rows:")
+
+
 def cases(op: str, backend: Backend | None = None) -> list[Case]:
-    """The op's cases, with a backend those that it takes: an interpreted one rejects everything, for its slowness or for cause."""
+    """The op's cases, with a backend for the card, interpreted or not, those that it takes. At least one, or its tests would be empty."""
     found = list(ALL_CASES[op]())
-    if backend is None or not backend.name.startswith("triton") or backend.rejects is None:
+    if backend is None or backend.rejects is None or (home(backend) == "cpu" and not backend.name.startswith("triton")):
         return found
-    return [case for case in found if "for tests, which name it" in (backend.rejects(*case.args, **case.kwargs) or "")]
+    reasons = (backend.rejects(*case.args, **case.kwargs) for case in found)
+    taken = [case for case, reason in zip(found, reasons, strict=True) if reason is None or reason.startswith(_PREFERENCES)]
+    assert taken, f"{op}: no case for {backend.name}"
+    return taken

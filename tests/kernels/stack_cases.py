@@ -59,7 +59,8 @@ def raw_weight(rows: int, cols: int, kind: str, seed: int) -> RawWeight:
 def linear(s: Shape, rows: tuple[int, ...], cols: int, seed: int) -> Linear:
     shards = [raw_weight(n, cols, s.kinds[i % len(s.kinds)], seed + i) for i, n in enumerate(rows)]
     bias = randn(sum(rows), seed=seed + 7, scale=0.3) if s.bias else None
-    return make_linear(shards, bias, device="cpu", dtype=torch.float32)
+    # tiles have a fixed order by themselves; without the extension layers are dense and must be told
+    return make_linear(shards, bias, device="cpu", dtype=torch.float32, deterministic=True)
 
 
 def stack(s: Shape) -> DecoderStack:

@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_attention.py")
 ROOT = SCRIPT.parents[2]
 pytest.importorskip("triton")
+pytestmark = pytest.mark.compiles
 
 
 @pytest.mark.slow

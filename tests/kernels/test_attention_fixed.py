@@ -11,10 +11,10 @@ from torch import Tensor
 from specdec.kernels.inputs import Rows, ancestor_words, attention_batch, chain, depths, random_tree, star
 from specdec.kernels.kv_fp8 import FP8
 from specdec.kernels.tree_attention import reference, tiling
+from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
 fixed = pytest.importorskip("specdec.kernels.tree_attention.triton_fixed")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV, HD, BLOCK = 3, 1, 16, 16
 DTYPES = [torch.float32, torch.float16]
 LEEWAY = {torch.float32: 5e-6, torch.float16: 1.5e-3}
@@ -49,9 +49,8 @@ class Text:
             torch.tensor([ctx], dtype=torch.int32), torch.tensor([n if any(words) else 0], dtype=torch.int32),
             torch.tensor(words, dtype=torch.int64), torch.tensor(positions),
         )  # fmt: skip
-        kwargs = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
         with poisoned():
-            return fixed.tree_attention(*(t.to(DEVICE) for t in call), scale=HD**-0.5, **kwargs).cpu()
+            return fixed.tree_attention(*on(DEVICE, call), scale=HD**-0.5, **on(DEVICE, kwargs)).cpu()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,7 +105,7 @@ def test_neither_the_table_nor_the_workspace_matter(kwargs: dict[str, int]) -> N
 def test_company_does_not_matter() -> None:
     """A batch of sequences against each of them alone, with padding rows that hold NaN."""
     lists = [Rows(70), Rows(20, tree=tuple(random_tree(9, 1))), Rows(0, 30), Rows(127)]
-    batch = {name: t.to(DEVICE) for name, t in attention_batch(lists, HEADS, KV, HD, BLOCK).items()}
+    batch = on(DEVICE, attention_batch(lists, HEADS, KV, HD, BLOCK))
     padded = dict(batch, q=torch.cat((batch["q"], torch.full_like(batch["q"][:5], torch.nan))))
     padded |= {name: torch.cat((batch[name], torch.zeros_like(batch[name][:5]))) for name in ("tree_mask", "positions")}
     with poisoned():
@@ -131,10 +130,10 @@ def test_agrees_with_the_reference(dtype: torch.dtype, kv_dtype: torch.dtype | N
     options: dict[str, Any] = {"scale": 0.25, "kv_scales": (0.5, 3.0)}
     wide = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
     exact = reference.tree_attention(*wide.values(), **options)
-    got = fixed.tree_attention(*(t.to(DEVICE) for t in batch.values()), **options).cpu()
+    got = fixed.tree_attention(*on(DEVICE, batch).values(), **options).cpu()
     assert got.dtype is dtype and ((got.float() - exact).abs().max() / exact.abs().max()).item() < LEEWAY[dtype]
 
 
 def test_no_rows() -> None:
-    batch = {name: t.to(DEVICE) for name, t in attention_batch([], HEADS, KV, HD, BLOCK).items()}
+    batch = on(DEVICE, attention_batch([], HEADS, KV, HD, BLOCK))
     assert fixed.tree_attention(*batch.values(), scale=1.0).shape == (0, HEADS * HD)

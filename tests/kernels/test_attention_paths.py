@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import ops
 from specdec.kernels.inputs import ancestor_words, chain, depths, random_tree, star
 from specdec.kernels.registry import Backend
+from tests.kernels.device import at_home
 from tests.kernels.matrix import implementations, marked, use
 
 HEADS, KV, HD, BLOCK = 6, 2, 32, 16
-ENTRIES = [e for e in implementations() if e[0] == "tree_attention" and e[1].fixed_order]
+ENTRIES = [e for e in implementations("tree_attention") if e[1].fixed_order]
 
 
 class Path:
@@ -33,7 +33,8 @@ class Path:
         slots = order[place // BLOCK] * BLOCK + place % BLOCK
         k.view(-1, KV, HD)[slots], v.view(-1, KV, HD)[slots] = self.kv[0], self.kv[1]
         n = len(positions)
-        return backend.fn(
+        return at_home(
+            backend,
             self.q[positions].contiguous(),
             k,
             v,
@@ -97,8 +98,8 @@ def test_a_depth_of_a_tree_alone_has_the_bits_of_the_whole_tree(entry: tuple[str
 
     def run(nodes: list[int]) -> Tensor:
         k, v = path.kv[:, : ctx + 64].view(2, 1, ctx + 64, KV, HD)
-        return backend.fn(
-            path.q[[ctx + i for i in nodes]].contiguous(), k.contiguous(), v.contiguous(), torch.zeros(1, 1, dtype=torch.int32),
+        return at_home(
+            backend, path.q[[ctx + i for i in nodes]].contiguous(), k.contiguous(), v.contiguous(), torch.zeros(1, 1, dtype=torch.int32),
             torch.tensor([0, len(nodes)], dtype=torch.int32), torch.tensor([ctx], dtype=torch.int32), batch["tree"],
             torch.tensor([words[i] for i in nodes]), torch.tensor([whole[i] for i in nodes]), scale=HD**-0.5, first=first,
         )  # fmt: skip
@@ -110,7 +111,7 @@ def test_a_depth_of_a_tree_alone_has_the_bits_of_the_whole_tree(entry: tuple[str
             assert torch.equal(run(nodes), together[nodes])
 
 
-@pytest.mark.parametrize("entry", marked([e for e in implementations() if e[0] == "tree_attention"]))
+@pytest.mark.parametrize("entry", marked(implementations("tree_attention")))
 def test_keys_before_first_have_no_part(entry: tuple[str, Backend, str | None]) -> None:
     """Against a naive softmax over the visible keys in float64; hidden slots hold NaN."""
     _, backend, variant = entry
@@ -129,11 +130,11 @@ def test_keys_before_first_have_no_part(entry: tuple[str, Backend, str | None]) 
 
 def test_rows_past_the_last_sequence_are_zero() -> None:
     path = Path(3, seed=0)
-    for backend in ops.TABLE.ops["tree_attention"].usable["cpu"]:
+    for backend in {id(backend): backend for _, backend, _ in implementations("tree_attention")}.values():
         k = torch.zeros(1, BLOCK, KV, HD)
         none = torch.zeros(0, dtype=torch.int32)
-        out = backend.fn(
-            path.q, k, k, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, none, torch.zeros(3, dtype=torch.int64),
+        out = at_home(
+            backend, path.q, k, k, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, none, torch.zeros(3, dtype=torch.int64),
             torch.zeros(3, dtype=torch.int64), scale=1.0,
         )  # fmt: skip
         assert torch.equal(out, torch.zeros(3, HEADS * HD)), backend.name

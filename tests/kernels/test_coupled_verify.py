@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from specdec.kernels.coupled_verify import reference
+from tests.kernels.device import DEVICE, on
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from specdec.kernels.coupled_verify import triton as kernel  # noqa: E402
 from specdec.kernels.coupled_verify.triton import rough_gumbel  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit
@@ -38,11 +37,12 @@ def test_rough_noise_is_as_near_as_the_slack_says() -> None:
 def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     """Small scales leave no tile to skip, large ones nearly all of them."""
     monkeypatch.setattr(kernel, "_TILE", 64)
+    monkeypatch.setattr(kernel, "_PROGRAMS", 2)  # so that rows share programs on a card too
     rows, vocab = 7, 700
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * scale
     index = torch.arange(rows)
     args = (logits, torch.full((rows,), 0.7), index * 0 + 5, index % 3, index * 0, index != 4, 0)
-    token, _ = kernel.coupled_verify(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args))
+    token, _ = kernel.coupled_verify(*on(DEVICE, args))
     assert torch.equal(token.cpu(), reference.coupled_verify(*args)[0])
 
 

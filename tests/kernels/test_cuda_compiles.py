@@ -13,6 +13,7 @@ from specdec.kernels.cuda_fragments import Call
 from specdec.kernels.cuda_library import build, find_nvcc
 
 ENTRY = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers", re.DOTALL)
+pytestmark = pytest.mark.compiles
 
 
 def nvcc() -> Path:

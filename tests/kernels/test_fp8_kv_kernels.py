@@ -14,17 +14,13 @@ from specdec.kernels.kv_fp8 import FP8, encode, gather, inverse
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.tree_attention import matmul, reference
+from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
 triton_attention = pytest.importorskip("specdec.kernels.tree_attention.triton")
 triton_rope = pytest.importorskip("specdec.kernels.rope.triton")
 triton_move = pytest.importorskip("specdec.kernels.move_kv.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV, HD, SLOTS = 2, 16, 64
-
-
-def _on(values: Any) -> Any:
-    return [v.to(DEVICE) if isinstance(v, Tensor) else v for v in values]
 
 
 def _bytes(cache: Tensor) -> Tensor:
@@ -75,7 +71,7 @@ def test_written_codes_are_the_references(dtype: torch.dtype, scales: tuple[floa
     x[3, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
     x[4] = (2.0**-9) * (torch.arange(KV * HD) + 0.5)  # ties between denormals, and where they end
     call = _rope_call(x, dtype)
-    wanted, got = _on(t.clone() for t in call), _on(t.clone() for t in call)
+    wanted, got = (on(DEVICE, [t.clone() for t in call]) for _ in range(2))
     rope_reference.rope_write_kv(*wanted, scales)
     triton_rope.rope_write_kv(*got, scales)
     for side in (4, 5):
@@ -90,7 +86,7 @@ def test_moves_copy_every_code() -> None:
     results = []
     for move in (move_reference.move_kv, triton_move.move_kv):
         caches = data.clone().to(DEVICE).view(FP8)
-        move([c[0] for c in caches], [c[1] for c in caches], *_on((src, dst)))
+        move([c[0] for c in caches], [c[1] for c in caches], *on(DEVICE, (src, dst)))
         results.append(_bytes(caches))
     flat = data.view(3, 2, 64, KV * HD).clone()
     flat[:, :, dst] = data.view(3, 2, 64, KV * HD)[:, :, src]
@@ -110,9 +106,8 @@ def _error(batch: dict[str, Tensor], options: dict[str, Any], **more: Any) -> fl
     """Largest difference from the float32 reference over the same rounded inputs, in units of its largest value."""
     wide = {name: t.float() if t.is_floating_point() else t for name, t in batch.items()}
     exact = reference.tree_attention(*wide.values(), **options)
-    on_device = {name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in options.items()}
     with poisoned():
-        got = triton_attention.tree_attention(*_on(batch.values()), **on_device, **more).cpu()
+        got = triton_attention.tree_attention(*on(DEVICE, batch).values(), **on(DEVICE, options), **more).cpu()
     assert got.dtype is batch["q"].dtype and got.isfinite().all()
     return ((got.float() - exact).abs().max() / exact.abs().max()).item()
 
@@ -157,6 +152,6 @@ def test_padding_rows_are_zero_with_splits() -> None:
     batch["q"] = torch.cat((batch["q"], torch.full((5, 8, 32), torch.nan)))
     batch |= {name: torch.cat((batch[name], torch.zeros(5, dtype=torch.int64))) for name in ("tree_mask", "positions")}
     with poisoned():
-        out = triton_attention.tree_attention(*_on(batch.values()), scale=0.2, splits=4).cpu()
+        out = triton_attention.tree_attention(*on(DEVICE, batch).values(), scale=0.2, splits=4).cpu()
     assert out[0].isfinite().all() and not out[1:].any()
-    assert torch.equal(out[0], triton_attention.tree_attention(*_on(batch.values()), scale=0.2, splits=4).cpu()[0])
+    assert torch.equal(out[0], triton_attention.tree_attention(*on(DEVICE, batch).values(), scale=0.2, splits=4).cpu()[0])

@@ -15,6 +15,7 @@ from specdec.kernels.tilings import CANDIDATES
 SCRIPT = Path(__file__).with_name("compile_gemm.py")
 ROOT = SCRIPT.parents[2]
 SHARED = {90: 232448, 80: 166912}
+pytestmark = pytest.mark.compiles
 
 
 @pytest.mark.parametrize(

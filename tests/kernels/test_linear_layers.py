@@ -14,6 +14,7 @@ from specdec.layers.embedding import make_embedding
 from specdec.layers.linear import make_linear
 from specdec.quant.fp8 import to_fp8
 from specdec.quant.ggml import GgmlBlocks
+from tests.kernels.matrix import needs_extension
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 
@@ -76,6 +77,7 @@ def test_nothing_is_kept_that_is_not_smaller() -> None:
         assert make_linear([raw], device="cpu", dtype=torch.bfloat16, keep=True).method.name == "dense bfloat16"
 
 
+@needs_extension
 @pytest.mark.parametrize("kind", STORAGES)
 def test_compiled_numbers_have_the_bits_of_float32(kind: str) -> None:
     """Widening is exact; the scale of an FP8 row comes after its sum, so there a rounding of the weight is missing."""

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from specdec.kernels.mass_cut import reference
+from tests.kernels.device import DEVICE, on
 
 pytest.importorskip("triton")
 from specdec.kernels.mass_cut import triton as kernel
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 def _agrees(log_p: torch.Tensor, rank: torch.Tensor, p: float) -> bool:
     wanted = torch.full((len(log_p),), p)
-    got = kernel.mass_cut(*(t.to(DEVICE) for t in (log_p, rank, wanted)))
+    got = kernel.mass_cut(*on(DEVICE, (log_p, rank, wanted)))
     return torch.equal(got.cpu(), reference.mass_cut(log_p, rank, wanted))
 
 

@@ -17,9 +17,10 @@ def test_every_op_has_cases_and_a_tolerance() -> None:
     assert set(ALL_CASES) == set(ops.TABLE.ops) == set(TOLERANCE)
 
 
-def test_every_op_has_a_fixed_order_backend_on_the_cpu() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_op_has_a_fixed_order_backend(device: str) -> None:
     for name, op in ops.TABLE.ops.items():
-        assert any(b.fixed_order for b in op.usable["cpu"]), name
+        assert any(b.fixed_order for b in op.usable[device]), name
 
 
 def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float, name: str) -> None:
@@ -58,7 +59,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(entry: tuple[str, Backend, 
 
 @pytest.mark.parametrize(
     "entry", [e for e in MATRIX if e[1].fixed_order and "triton" not in e[1].name], ids=label
-)  # one thread, interpreted
+)  # one thread, interpreted; none of the CPU's, on a card
 def test_bits_do_not_depend_on_the_thread_count(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry
     before = torch.get_num_threads()

@@ -13,6 +13,7 @@ from specdec.kernels.moe_experts import reference, triton
 from specdec.kernels.moe_experts.cases import KINDS, experts_of, routed
 from specdec.kernels.moe_experts.weight import dense_expert, storage
 from specdec.kernels.mxfp4.weight import MAGNITUDES, pack, repack, unpack
+from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
 
@@ -30,8 +31,9 @@ def test_narrow_activations(kind: str, dtype: torch.dtype) -> None:
         return
     assert triton.rejects(x, ids, weights, made) is None
     expected = reference.moe_experts(x, ids, weights, made)
+    call = on(DEVICE, (x, ids, weights, made))
     with poisoned():
-        found = triton.moe_experts(x, ids, weights, made)
+        found = triton.moe_experts(*call).cpu()
     assert found.dtype is dtype
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2 * torch.finfo(dtype).eps * expected.abs().max().item())
 
@@ -43,8 +45,9 @@ def test_wider_blocks(rows: int) -> None:
     x, (ids, weights) = torch.randn(rows + 1, 48, generator=torch.Generator().manual_seed(0)), routed(rows + 1, 2, 3)
     ids[:, 0], ids[:, 1] = 1, torch.arange(rows + 1) % 2 * 2
     expected = reference.moe_experts(x, ids, weights, made)
+    call = on(DEVICE, (x, ids, weights, made))
     with poisoned():
-        found = triton._run(x, ids, weights, made, rows)
+        found = triton._run(*call, rows).cpu()
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5 * expected.abs().max().item())
 
 

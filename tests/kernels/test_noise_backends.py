@@ -8,10 +8,11 @@ import torch
 from specdec import ops
 from specdec.kernels.noise import reference
 from specdec.kernels.registry import Backend
+from tests.kernels.device import at_home
 from tests.kernels.matrix import implementations, label, use
 
-UNIFORM = [e for e in implementations() if e[0] == "philox_uniform"]
-ARGMAX = [e for e in implementations() if e[0] == "gumbel_argmax"]
+UNIFORM = implementations("philox_uniform")
+ARGMAX = implementations("gumbel_argmax")
 
 # Random123, kat_vectors, philox4x32 10: counter, key, result
 KNOWN = (
@@ -33,7 +34,7 @@ def test_published_vectors_through_our_counter_layout(entry: tuple[str, Backend,
     ids = torch.tensor([[4 * counter[0] + lane for lane in range(4)]])
     seed = _signed(key[0] | key[1] << 32)
     with use(variant):
-        got = backend.fn(seed, torch.tensor([counter[1]]), torch.tensor([counter[2]]), ids, counter[3])
+        got = at_home(backend, seed, torch.tensor([counter[1]]), torch.tensor([counter[2]]), ids, counter[3])
     expected = torch.tensor([words], dtype=torch.float64).add(0.5).mul(2.0**-32).float().clamp(max=1 - 2.0**-24)
     assert torch.equal(got, expected)
 
@@ -49,7 +50,7 @@ def test_argmax_equals_scores_plus_noise(entry: tuple[str, Backend, str | None],
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=g)
     index = torch.arange(rows)
     with use(variant):
-        got = backend.fn(scores, seeds, index, index % 2, torch.ones(rows, dtype=torch.bool), 0)
+        got = at_home(backend, scores, seeds, index, index % 2, torch.ones(rows, dtype=torch.bool), 0)
     ids = torch.arange(vocab).expand(rows, -1)
     noisy = scores + reference.gumbel_noise(seeds, index, index % 2, ids, 0)
     assert torch.equal(got, noisy.argmax(1))
@@ -63,7 +64,7 @@ def test_ties_go_to_the_lowest_id(entry: tuple[str, Backend, str | None]) -> Non
     scores[1, 199] = 1.0
     zero = torch.zeros(3, dtype=torch.int64)
     with use(variant):
-        got = backend.fn(scores, zero, zero, zero, torch.zeros(3, dtype=torch.bool), 0)
+        got = at_home(backend, scores, zero, zero, zero, torch.zeros(3, dtype=torch.bool), 0)
     assert got.tolist() == [63, 199, 0]
 
 

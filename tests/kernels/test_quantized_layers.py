@@ -14,6 +14,7 @@ from specdec.kernels.int4_linear.weight import Int4Weight, pack_words, unpack_wo
 from specdec.layers.linear import make_linear
 from specdec.quant.fp8 import stack_fp8
 from specdec.quant.int4 import as_q4_0, stack_int4
+from tests.kernels.matrix import needs_extension
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 
@@ -117,13 +118,13 @@ def test_groups_of_one_size_are_stacked() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("block", "block"), ("tensor", "int4", "dense"), ("int4", "int4"), ("block",)])
 def test_shards_of_any_storages_make_one_layer(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Tiles in float32, ops otherwise; either way the layer of the values."""
+    """Tiles in float32 where the extension is there, ops otherwise; either way the layer of the values."""
     made = {"dense": lambda i: torch.randn(24, 64) * 0.05, "int4": lambda i: random_int4(24, 64, 32, symmetric=i > 0, seed=i)}
     shards = [made[k](i) if k in made else random_fp8(24, 64, k, seed=i) for i, k in enumerate(kinds)]
     values = torch.cat([s if isinstance(s, Tensor) else s.dequantize() for s in shards])
     bias, x = torch.randn(len(values)), torch.randn(5, 64).to(dtype)
     layer = make_linear(shards, bias, device="cpu", dtype=dtype)
-    assert layer.method.name.startswith("tiled") == (dtype is torch.float32)
+    assert layer.method.name.startswith("tiled") == (dtype is torch.float32 and ops.compiled())
     assert (layer.in_features, layer.out_features) == (64, len(values))
     expected = x.float() @ values.T + bias
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
@@ -137,7 +138,7 @@ def test_q4_0_only_where_it_is_exact() -> None:
     assert blocks is not None and torch.equal(blocks.dequantize(), good.dequantize())
     assert as_q4_0(random_int4(20, 128, 64, symmetric=True, dtype=torch.float32)) is None, "float16 would round the scales"
     assert as_q4_0(random_int4(20, 96, 48, symmetric=True, dtype=torch.float16)) is None, "blocks of 32 would span groups"
-    assert make_linear([good], **CPU).method.name == "tiled Q4_0"
+    assert make_linear([good], **CPU).method.name == ("tiled Q4_0" if ops.compiled() else "int4 group 64, W4A16")
 
 
 SMALL = {  # storage on the CPU -> (shards, method, bytes a weight, without padding)
@@ -152,6 +153,7 @@ SMALL = {  # storage on the CPU -> (shards, method, bytes a weight, without padd
 }
 
 
+@needs_extension
 @pytest.mark.parametrize("name", SMALL)
 def test_storages_in_several_tiled_products(name: str) -> None:
     shards, method, size = SMALL[name]

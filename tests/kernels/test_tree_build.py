@@ -10,8 +10,10 @@ from specdec.kernels.inputs import grown_pool
 from specdec.rows import RowInfo
 from specdec.spec.growth import Layer, rerank
 from specdec.spec.tree import ancestor_words, check_tree, tree_from_lists
+from tests.kernels.device import at_home
+from tests.kernels.matrix import names
 
-BACKENDS = [b.name for b in ops.TABLE.ops["tree_build"].usable["cpu"]]
+BACKENDS = names("tree_build")
 
 
 def _layers(pool: tuple[torch.Tensor, ...], depth: int, width: int, beam: int) -> list[Layer]:
@@ -33,8 +35,7 @@ def test_the_tree_is_the_hosts(backend: str, depth: int, width: int, beam: int) 
     pool = grown_pool(batch, depth, width, beam, seed=depth)
     drafts = rerank(_layers(pool, depth, width, beam), roots, nodes)
     tree = tree_from_lists([(d.tokens, d.parents, d.scores) for d in drafts])
-    with ops.override("tree_build", backend):
-        built = ops.tree_build(*pool, torch.tensor(roots), torch.tensor(nodes), 64, depth)
+    built = at_home(ops.TABLE.ops["tree_build"].find(backend), *pool, torch.tensor(roots), torch.tensor(nodes), 64, depth)
     n = tree.tokens.shape[1]
     assert torch.equal(built.num_nodes, tree.num_nodes)
     assert torch.equal(built.tokens[:, :n], tree.tokens) and torch.equal(built.parents[:, :n], tree.parents)
@@ -53,8 +54,8 @@ def test_the_worked_example_of_eagle_2(backend: str) -> None:
     """Width 2, one expansion, four nodes (log-probabilities -0.1, -2.5; -0.3, -1.5; -0.2, -3): root, A, A1, A2."""
     scores = torch.tensor([[-0.1, -2.5, -0.4, -1.6, -2.7, -5.5]]).exp()
     parents = torch.tensor([[-1, -1, 0, 0, 1, 1]])
-    with ops.override("tree_build", backend):
-        built = ops.tree_build(torch.arange(10, 16)[None], parents, scores, torch.tensor([9]), torch.tensor([4]), 4, 2)
+    pool = torch.arange(10, 16)[None], parents, scores
+    built = at_home(ops.TABLE.ops["tree_build"].find(backend), *pool, torch.tensor([9]), torch.tensor([4]), 4, 2)
     assert built.tokens.tolist() == [[9, 10, 12, 13]] and built.parents.tolist() == [[-1, 0, 1, 1]]
     assert built.depth.tolist() == [[0, 1, 2, 2]] and built.words.tolist() == [[0b0001, 0b0011, 0b0111, 0b1011]]
     assert built.paths.tolist() == [[[-1, -1], [10, -1], [10, 12], [10, 13]]] and built.places.tolist() == [[-1, 0, 2, 3]]

@@ -8,9 +8,9 @@ import torch
 from specdec import ops
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.tree_attention import reference
+from tests.kernels.device import DEVICE, on
 
 triton_attention = pytest.importorskip("specdec.kernels.tree_attention.triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [Rows(70), Rows(20, tree=tuple(random_tree(40, 1))), Rows(0, 30), Rows(130)]
 
 
@@ -18,7 +18,7 @@ def _batch(block: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str,
     batch = attention_batch(MIXED, 9, 3, 64, block)
     batch["q"] = batch["q"].to(q_dtype)
     batch |= {name: batch[name].to(kv_dtype) for name in ("k_cache", "v_cache")}
-    return {name: t.to(DEVICE) for name, t in batch.items()}
+    return on(DEVICE, batch)
 
 
 def _error(batch: dict[str, torch.Tensor], got: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
 ROOT = SCRIPT.parents[2]
+pytestmark = pytest.mark.compiles
 
 
 @pytest.mark.parametrize(
