@@ -144,6 +144,9 @@ def _stream(
                 part = part * of_rows[None, :]
             acc += part * of_features[:, None]
             of_features, of_rows = ahead, ahead_rows
+        elif W_CODES and not X_CODES:
+            # a sum of its own for each step: Hopper runs products that continue a loop's sum from registers one at a time
+            acc += apart(_multiply(w_tile, x_tile, tl.zeros([FEATURES, ROWS], tl.float32), W_CODES, X_CODES, NATIVE, PACK))
         else:
             acc = _multiply(w_tile, x_tile, acc, W_CODES, X_CODES, NATIVE, PACK)
     tile = feature_tile * row_tiles + row_tile
@@ -158,8 +161,7 @@ def _multiply(w, x, acc, W_CODES: tl.constexpr, X_CODES: tl.constexpr, NATIVE: t
     if X_CODES:
         return dot_codes(w, x, acc, NATIVE)
     elif W_CODES:
-        # a sum of its own for each step: Hopper runs products that continue a loop's sum from registers one at a time
-        return acc + apart(dot(widen_finite(w, x.dtype, NATIVE, PACK), x, tl.zeros(acc.shape, tl.float32)))
+        return dot(widen_finite(w, x.dtype, NATIVE, PACK), x, acc)
     else:
         return dot(w, x, acc)
 
