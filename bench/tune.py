@@ -3,16 +3,23 @@
     python -m bench.tune [--op fp8_linear …] [--model llama-70b …] [--shape 4096x4096 …] [--replays 5] [--out FOLDER]
 
 For each op, shape and bucket of M every candidate of `kernels/tilings.py` and every other backend of the same recipe is timed as in
-`bench.kernels`; the table goes to the cache directory, one file a card, shapes measured earlier are kept. "inner" in the name of an op
-stands for weights with scales inside the sum over K.
+`bench.kernels`, after all kernels were compiled by one process a core (Triton keeps them on disk). The table goes to the cache directory,
+one file a card, shapes measured earlier are kept. "inner" in the name of an op stands for weights with scales inside the sum over K.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from bench.suites.gemm import SHAPES, arguments, call_with, competitors, moved_bytes
 from specdec.kernels.tilings import BUCKETS, CANDIDATES, FIXED, MEASURED, Choice, Tiling, candidates, file_name
@@ -62,22 +69,56 @@ def on_the_card(replays: int) -> Timer:
     from bench.cuda_timing import cache_bytes, copies, microseconds
     from bench.schema import quantiles
 
-    buffers: dict[tuple[str, int, int, int], list[tuple[object, ...]]] = {}
+    buffers: dict[tuple[str, int, int], list[tuple[Any, ...]]] = {}
 
     def timer(op: str, backend: str, m: int, n: int, k: int) -> float:
-        key = (op, m, n, k)
-        if key not in buffers:  # candidates of one shape share them
+        key = (op, n, k)
+        if key not in buffers:  # all candidates of a shape share them, all M too: it takes longer to fill weights than to read them
             buffers.clear()
             name, scales = layout(op)
-            count = copies(moved_bytes(name, m, n, k, scales), cache_bytes())
-            buffers[key] = [arguments(name, m, n, k, scales, torch.device("cuda")) for _ in range(count)]
+            count = copies(moved_bytes(name, 1, n, k, scales), cache_bytes())
+            buffers[key] = [arguments(name, BUCKETS[-1], n, k, scales, torch.device("cuda")) for _ in range(count)]
+        calls = [call_with(op.split()[0], backend, first_rows(op, args, m)) for args in buffers[key]]
         try:
-            return quantiles(microseconds([call_with(op.split()[0], backend, args) for args in buffers[key]], replays))["p50"]
+            return quantiles(microseconds(calls, replays))["p50"]
         except RuntimeError as err:
             print(f"{op} {backend} M={m} {n}x{k}: {str(err).splitlines()[0]}", flush=True)
             return math.inf
 
     return timer
+
+
+def first_rows(op: str, args: tuple[Any, ...], m: int) -> tuple[Any, ...]:
+    """The op's arguments for the first m rows of its activations, and of their scales where they are e4m3."""
+    own = 2 if op.startswith("fp8_fp8_linear") else 1
+    return (*(arg[:m] for arg in args[:own]), *args[own:])
+
+
+def to_compile(names: Iterable[str], shapes: Iterable[tuple[int, int]], sizes: Iterable[int]) -> list[tuple[str, Tiling]]:
+    """(name, tiling) of all the kernels that are going to be timed, each once: two splits stand for any number but one."""
+    found = {
+        (name, replace(tiling, splits=min(tiling.splits, 2)))
+        for name, (n, k), size in product(names, shapes, sizes)
+        for tiling in candidates(name, size, n, k)
+    }
+    return sorted(found, key=str)
+
+
+def compile_one(name: str, tiling: Tiling) -> None:
+    """Runs the kernel once on a small weight. Its binary depends on the tiling, and of the shape only on what divides it."""
+    import torch
+
+    n, k, (op, scales) = 512, 1024, layout(name)
+    for size in BUCKETS:
+        MEASURED.choices[name, n, k, size] = Choice("triton", tiling, 0.0)
+    with suppress(RuntimeError):  # one that does not run says so when it is timed
+        call_with(op, "triton", arguments(op, tiling.rows, n, k, scales, torch.device("cuda")))()
+
+
+def compile_all(kernels: list[tuple[str, Tiling]]) -> None:
+    """Fills Triton's cache on disk, with one process a core."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, *zip(*kernels, strict=True)))
 
 
 def wanted(models: list[str] | None, shapes: list[str] | None) -> list[tuple[int, int]]:
@@ -108,6 +149,7 @@ def main() -> None:
     folder, card = args.out or cache_dir() / "tilings", torch.cuda.get_device_name()
     ops.load_tilings(folder, card)
     MEASURED.card = card
+    compile_all(to_compile(args.op, wanted(args.model, args.shape), args.bucket))
     timer = on_the_card(args.replays)
     for op in args.op:
         for n, k in wanted(args.model, args.shape):

@@ -1,10 +1,10 @@
 """Which backend and which tiling runs a GEMM of M rows: a measured table per card, and a rule for what nobody measured.
 
-Two numbers choose the shape of a tile. Bytes in flight: 4.5 TB/s × about 1 µs of loaded latency is 4.5 MB, 34 KB a multiprocessor of
-132; a program keeps (stages - 1) tiles of W on the way, so 64 × 128 bytes × 4 with two programs a multiprocessor, or 128 × 128 × 3 with
-one, are enough. Rate: a tensor core that multiplies 64 padded rows does 2 · 64 FLOP a weight, at 790 TFLOP/s 6.2e12 weights a second,
-more than memory delivers in e4m3 (4.5e12): up to 64 rows are free, beyond it the product is bound by arithmetic and tiles get
-as tall as registers allow. Each tile also reads its rows of x, out of L2: rows / features × bytes of x / bytes of w of what it reads of W.
+Three numbers choose the shape of a tile. Bytes in flight: 4.05 TB/s × 0.7 µs of loaded latency is 2.8 MB, 21 KB a multiprocessor of
+132, and twice that to be safe; a program keeps (stages - 1) tiles of W on the way. Rows of x come out of L2 again for every tile, rows /
+features × bytes of x / bytes of w of what it reads of W, and L2 gave 6.1 TB/s in all: tiles want 128 features or more, 256 from 64 rows on.
+Issue: at full speed a multiprocessor gets 17.5 bytes a cycle and issues 128 lanes, so 4 instructions a byte leave half of the slots free.
+Beyond 64 rows the product is bound by arithmetic and tiles get as tall as registers allow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 
 BUCKETS = (16, 32, 64, 128, 256, 512)  # M is rounded up to one of these; the last holds everything larger
 FIXED = 0  # in place of a bucket: the one tiling for all M of the fixed-order backends
-_PROGRAMS = 264  # two a multiprocessor of Hopper; a constant, so that bits do not depend on the card
+_CARD = 132  # multiprocessors of Hopper; a constant, so that bits do not depend on the card
+_WARPS = 8  # a multiprocessor holds at 255 registers a thread
+_OVERHEAD = 4  # steps that filling the pipeline and adding up the splits cost
 _LEAST_STEPS = 4  # of a split, below which filling the pipeline costs more than the split gains
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -52,18 +54,34 @@ def inner(op: str, scales_inside: bool) -> str:
     return f"{op} inner" if scales_inside else op
 
 
+def _at(rows: int, *shapes: tuple[int, int, int, int]) -> tuple[Tiling, ...]:
+    """(features, depth, warps, stages), for this many rows."""
+    return tuple(Tiling(f, d, rows, 1, warps, stages) for f, d, warps, stages in shapes)
+
+
 _FP8 = ((64, 128, 4, 5), (128, 128, 8, 4))
 # The hand-written lists. No entry spills on sm_80 or sm_90 or wants more than 160 KB (tests/kernels/test_gemm_compiles.py). The first
-# is the usual one for few rows, the last for many.
+# of so many rows is the usual one, the last that for many. Two warps multiply each for itself, four and more as Hopper's warpgroups.
 CANDIDATES: dict[str, tuple[Tiling, ...]] = {
     "dense_linear": (*_tall((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 5)), Tiling(128, 64, 128, 1, 8, 4)),
-    "fp8_linear": (*_tall(*_FP8, (256, 128, 8, 3)), Tiling(128, 64, 128, 1, 8, 4)),
-    "fp8_linear inner": (*_tall(*_FP8), Tiling(128, 64, 128, 1, 8, 4)),
+    "fp8_linear": (
+        *_at(16, (128, 128, 4, 4), (64, 128, 2, 5), (256, 128, 8, 4)),
+        *_at(32, (128, 128, 4, 4), (256, 128, 8, 4), (64, 128, 2, 4)),
+        *_at(64, (256, 64, 8, 5), (128, 64, 4, 5)),
+        Tiling(128, 64, 128, 1, 8, 4),
+    ),
+    "fp8_linear inner": (
+        *_at(16, (128, 128, 4, 4), (64, 128, 2, 5), (128, 128, 8, 4)),
+        *_at(32, (128, 128, 8, 4), (64, 128, 4, 5)),
+        *_at(64, (256, 64, 8, 4), (128, 128, 8, 4)),
+        Tiling(128, 64, 128, 1, 8, 4),
+    ),
     "fp8_fp8_linear": (*_tall(*_FP8, (128, 128, 4, 4), (256, 128, 8, 3)), Tiling(128, 128, 128, 1, 8, 3)),
     "fp8_fp8_linear inner": (*_tall(*_FP8), Tiling(64, 128, 128, 1, 8, 4)),
     "int4_linear": (
-        *_tall((64, 128, 4, 5), (256, 128, 8, 4)),
-        *(Tiling(128, 128, 16, 1, 4, 5), Tiling(128, 128, 32, 1, 8, 5), Tiling(128, 128, 64, 1, 8, 5)),
+        *_at(16, (128, 128, 2, 4), (64, 128, 2, 5), (128, 128, 4, 5)),
+        *_at(32, (128, 128, 4, 4), (128, 128, 2, 4), (256, 128, 8, 4)),
+        *_at(64, (256, 128, 8, 3), (128, 128, 4, 4)),
         Tiling(128, 128, 128, 1, 8, 3),
     ),
     "int4_linear inner": (*_tall((64, 128, 4, 5), (128, 128, 8, 5)), Tiling(64, 128, 128, 1, 8, 4)),
@@ -75,36 +93,52 @@ def bucket(m: int) -> int:
     return next((size for size in BUCKETS if m <= size), BUCKETS[-1])
 
 
+def resident(op: str, tile: Tiling) -> int:
+    """Programs of the tiling that a multiprocessor holds at once: as registers and shared memory have it, both at their worst."""
+    halves = {"dense_linear": 4, "int4_linear": 1}.get(op.split()[0], 2)  # of a byte, a weight
+    shared = tile.stages * tile.depth * (tile.features * halves // 2 + tile.rows * 2)
+    return max(1, min(_WARPS // tile.warps, 227_000 // shared))
+
+
+def _cost(op: str, tile: Tiling, tiles: int, k: int, splits: int) -> float:
+    """Of a launch, in steps of the multiprocessor that has most to do; more where there are too few programs to hide latency."""
+    steps = -(-k // tile.depth)
+    programs, own = tiles * splits, -(-steps // splits)
+    return -(-programs // _CARD) * (own + _OVERHEAD) / min(1.0, programs / (_CARD * resident(op, tile)))
+
+
+def _splits(tile: Tiling, k: int) -> list[int]:
+    return [s for s in _SPLITS if s == 1 or -(-k // tile.depth) >= _LEAST_STEPS * s]
+
+
+def _tiles(tile: Tiling, m: int, n: int) -> int:
+    """Of an output, those of M's bucket; one row of them for FIXED."""
+    return -(-n // tile.features) * (1 if m == FIXED else -(-bucket(m) // tile.rows))
+
+
 def usual(op: str, m: int, n: int, k: int) -> Tiling:
-    """What runs where nothing was measured: few rows in thin tiles, K split until two programs a multiprocessor are there.
+    """What runs where nothing was measured: the first tile of the list that is as tall as M's bucket, K split for the least `_cost`.
 
     Of M only `bucket(m)` counts, FIXED included.
     """
-    if m != FIXED and bucket(m) > 64:
-        tile = CANDIDATES[op][-1]
-        row_tiles = bucket(m) // tile.rows
-    else:
-        tile, row_tiles = replace(CANDIDATES[op][0], rows=64 if m == FIXED else bucket(m)), 1
-    tiles = -(-n // tile.features) * row_tiles
-    fitting = [s for s in _SPLITS if s == 1 or (tiles * s <= 1.5 * _PROGRAMS and -(-k // tile.depth) >= _LEAST_STEPS * s)]
-    return replace(tile, splits=min(fitting, key=lambda s: abs(tiles * s - _PROGRAMS)))
+    rows = 64 if m == FIXED else bucket(m)
+    tile = CANDIDATES[op][-1] if rows > 64 else next(tile for tile in CANDIDATES[op] if tile.rows == rows)
+    tiles = _tiles(tile, m, n)
+    return replace(tile, splits=min(_splits(tile, k), key=lambda s: _cost(op, tile, tiles, k, s)))
 
 
 def candidates(op: str, m: int, n: int, k: int) -> list[Tiling]:
-    """Every tiling of the list worth measuring at M rows (FIXED: for all of them), with every sensible number of splits.
+    """The tilings worth measuring at M rows (FIXED: for all of them): every tile of the list, with the two best numbers of splits.
 
-    Tiles taller than M's bucket waste arithmetic and are left out; shorter ones read W once per row tile, out of L2.
+    Tiles taller than M's bucket waste arithmetic and are left out, and shorter ones where there are some of 64 rows.
     """
-    tallest = 64 if m == FIXED else max(16, min(bucket(m), 128))
+    tallest = 64 if m == FIXED else min(bucket(m), 128)
     found = []
     for tile in CANDIDATES[op]:
-        if tile.rows > tallest or tile.rows < min(tallest, 64):
-            continue
-        tiles = -(-n // tile.features) * (1 if m == FIXED else -(-bucket(m) // tile.rows))
-        for splits in _SPLITS:
-            programs = tiles * splits
-            if splits == 1 or (_PROGRAMS / 4 <= programs <= 4 * _PROGRAMS and -(-k // tile.depth) >= _LEAST_STEPS * splits):
-                found.append(replace(tile, splits=splits))
+        if min(tallest, 64) <= tile.rows <= tallest:
+            tiles = _tiles(tile, m, n)
+            best = sorted(_splits(tile, k), key=lambda s: _cost(op, tile, tiles, k, s))
+            found += [replace(tile, splits=splits) for splits in best[:2]]
     return found
 
 

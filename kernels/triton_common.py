@@ -6,6 +6,9 @@ With TRITON_INTERPRET=1 Triton runs kernels in numpy, on CPU tensors. There `tl.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +23,26 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def apart(x):
+    """x, float32; hides from Triton that it is a product, which it would add to the next sum inside the tensor core."""
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Of the card, 90 for 9.0; 0 in the interpreter. Compiled without a card: of the one that the driver names."""
+    if INTERPRETED:
+        return 0
+    if device.type != "cuda":
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def row_tile(width: int, elements: int = 2048) -> tuple[int, int]:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import dot
-from specdec.kernels.triton_e4m3 import dot_codes, native, widen
+from specdec.kernels.triton_common import apart, capability, dot
+from specdec.kernels.triton_e4m3 import dot_codes, native, widen_finite
 
 _STAGED = 160 << 10  # bytes of shared memory the stages of a program may take
 _RING = 1 << 20  # counters a device has: more than the tiles of every GEMM that can be in flight together
@@ -113,7 +113,7 @@ def _stream(
     out, x, w, w_scale, x_scale, partial, counters, rows, features, columns, row_tiles, splits, x_row,
     FEATURES: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     W_CODES: tl.constexpr, X_CODES: tl.constexpr, W_SCALE: tl.constexpr, X_SCALE: tl.constexpr,
-    EVEN: tl.constexpr, NATIVE: tl.constexpr,
+    EVEN: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One tile of FEATURES × ROWS over one split of K. W_CODES, X_CODES: e4m3 bytes. EVEN: K is a multiple of DEPTH.
 
@@ -141,13 +141,16 @@ def _stream(
             x_tile = tl.load(x_own + column[:, None], mask=present & inside[:, None], other=0)
         if W_SCALE == "block" or X_SCALE == "block":  # the next block's scales come while this one is multiplied
             ahead, ahead_rows = _factors(w_scale, x_scale, clamped, row, rows, blocks, (step + 1) * DEPTH // 128, W_SCALE, X_SCALE)
-            part = _multiply(w_tile, x_tile, tl.zeros([FEATURES, ROWS], tl.float32), W_CODES, X_CODES, NATIVE)
+            part = _multiply(w_tile, x_tile, tl.zeros([FEATURES, ROWS], tl.float32), W_CODES, X_CODES, NATIVE, PACK)
             if X_SCALE == "block":
                 part = part * of_rows[None, :]
             acc += part * of_features[:, None]
             of_features, of_rows = ahead, ahead_rows
+        elif W_CODES and not X_CODES:
+            # a sum of its own for each step: Hopper runs products that continue a loop's sum from registers one at a time
+            acc += apart(_multiply(w_tile, x_tile, tl.zeros([FEATURES, ROWS], tl.float32), W_CODES, X_CODES, NATIVE, PACK))
         else:
-            acc = _multiply(w_tile, x_tile, acc, W_CODES, X_CODES, NATIVE)
+            acc = _multiply(w_tile, x_tile, acc, W_CODES, X_CODES, NATIVE, PACK)
     tile = feature_tile * row_tiles + row_tile
     finish(
         acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, splits, w_scale, x_scale,
@@ -156,11 +159,11 @@ def _stream(
 
 
 @triton.jit
-def _multiply(w, x, acc, W_CODES: tl.constexpr, X_CODES: tl.constexpr, NATIVE: tl.constexpr):
+def _multiply(w, x, acc, W_CODES: tl.constexpr, X_CODES: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr):
     if X_CODES:
         return dot_codes(w, x, acc, NATIVE)
     elif W_CODES:
-        return dot(widen(w, x.dtype, NATIVE), x, acc)
+        return dot(widen_finite(w, x.dtype, NATIVE, PACK), x, acc)
     else:
         return dot(w, x, acc)
 
@@ -222,9 +225,15 @@ def _launch(x: Tensor, w: Tensor, w_scale: Tensor | None, x_scale: Tensor | None
         X_SCALE=x_kind,
         EVEN=columns % tiling.depth == 0,
         NATIVE=native(x.device),
+        PACK=2 if warpgroups(tiling, x.device) else 4,  # e4m3 codes of W a register holds
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
+
+
+def warpgroups(tiling: Tiling, device: torch.device) -> bool:
+    """Whether the product runs on Hopper's warpgroup instructions; else each warp multiplies for itself."""
+    return capability(device) == 90 and tiling.warps % 4 == 0 and tiling.features % 64 == 0
 
 
 class Workspace:

@@ -158,3 +158,13 @@ def test_the_read_kernel_reads_every_word() -> None:
         for word in out.tolist():
             actual ^= word
         assert actual == expected
+
+
+def test_the_tuner_compiles_each_kernel_once_and_shares_weights_among_all_m() -> None:
+    shapes = tune.wanted(["llama-70b"], None)
+    kernels_of = tune.to_compile(["fp8_linear", "int4_linear"], shapes, [FIXED, *BUCKETS])
+    assert len(set(kernels_of)) == len(kernels_of) <= 40 and {tiling.splits for _, tiling in kernels_of} == {1, 2}
+    for op, own in (("fp8_linear", 1), ("fp8_fp8_linear", 2), ("int4_linear", 1)):
+        args = gemm.arguments(op, 32, 48, 256, "channel", CPU)
+        part = tune.first_rows(op, args, 5)
+        assert [a.shape[0] for a in part[:own]] == [5] * own and all(a is b for a, b in zip(part[own:], args[own:], strict=True))

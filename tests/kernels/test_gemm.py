@@ -20,7 +20,7 @@ from specdec.kernels.int4_linear.cases import random_int4
 from specdec.kernels.int4_linear.planes import pack_planes, rejects_group, unpack_planes
 from specdec.kernels.int4_linear.triton import pair_asm
 from specdec.kernels.tilings import BUCKETS, CANDIDATES, FIXED, Choice, Table, Tiling, bucket, candidates, usual
-from specdec.kernels.triton_e4m3 import native
+from specdec.kernels.triton_e4m3 import bf16_asm, native
 from specdec.kernels.triton_gemm import _RING, _ring, fitted, row_chunks
 from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
@@ -163,9 +163,9 @@ def _f16(pattern: int) -> float:
     return struct.unpack("<e", struct.pack("<H", pattern))[0]
 
 
-def emulate(asm: str, words: tuple[int, int], minus: int, half: dict[str, object]) -> list[int]:
-    """Runs the five instructions that the PTX of `pair_asm` consists of; anything else is a KeyError. Returns outputs $0 to $7."""
-    registers: dict[str, int] = {"$8": words[0], "$9": words[1], "$10": minus}
+def emulate(asm: str, inputs: dict[str, int], outputs: int, half: dict[str, object]) -> list[int]:
+    """Runs the few instructions that our PTX consists of; anything else is a KeyError. Returns $0 and up to as many outputs."""
+    registers = dict(inputs)
     number = lambda name: registers[name] if name in registers else int(name, 0)  # noqa: E731
 
     def fused(a: int, b: int, c: int) -> int:
@@ -177,18 +177,44 @@ def emulate(asm: str, words: tuple[int, int], minus: int, half: dict[str, object
 
     def permute(a: int, b: int, selector: int) -> int:
         parts = (a | b << 32).to_bytes(8, "little")
-        return int.from_bytes(bytes(parts[(selector >> 4 * i) & 7] for i in range(4)), "little")
+        picked = [(parts[(selector >> 4 * i) & 7], (selector >> 4 * i) & 8) for i in range(4)]
+        return int.from_bytes(bytes((0xFF if part & 0x80 else 0) if sign else part for part, sign in picked), "little")
 
     def lookup(a: int, b: int, c: int, truth: int) -> int:
         return sum(((truth >> (((a >> i) & 1) << 2 | ((b >> i) & 1) << 1 | ((c >> i) & 1))) & 1) << i for i in range(32))
 
-    run_one = {"mov": lambda a: a, "prmt": permute, "shr": lambda a, b: a >> b, "lop3": lookup, "fma": fused}
+    def left(a: int, b: int) -> int:
+        return (a << b) & 0xFFFFFFFF
+
+    run_one = {
+        "mov": lambda a: a,
+        "prmt": permute,
+        "shr": lambda a, b: a >> b,
+        "shl": left,
+        "and": int.__and__,
+        "lop3": lookup,
+        "fma": fused,
+    }
     for line in asm.strip("{}").split(";"):
         name, _, operands = line.strip().partition(" ")
         if name and not name.startswith(".reg"):
             target, *sources = (part.strip() for part in operands.split(","))
             registers[target] = run_one[name.split(".")[0]](*(number(s) for s in sources))  # type: ignore[operator]
-    return [registers[f"${i}"] for i in range(8)]
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("codes", [2, 4])
+def test_the_ptx_of_e4m3_makes_every_number(codes: int) -> None:
+    """All codes but NaN, subnormals and negative ones included, in every place; emulated, since nothing here can run it."""
+    patterns = {_bf16(p): p for p in range(1 << 16) if _bf16(p) == _bf16(p)}
+    half: dict[str, object] = {"widen": _bf16, "narrow": patterns.__getitem__}
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    finite = [code for code in range(256) if code & 0x7F != 0x7F]
+    for i in range(len(finite)):
+        own = [finite[(i + 67 * place) % len(finite)] for place in range(codes)]
+        word = sum(code << 8 * place for place, code in enumerate(own))
+        pairs = emulate(bf16_asm(codes), {f"${codes // 2}": word}, codes // 2, half)
+        assert [_bf16(pair >> shift & 0xFFFF) for pair in pairs for shift in (0, 16)] == [numbers[code] for code in own]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
@@ -202,7 +228,7 @@ def test_the_ptx_of_pairs_makes_codes_less_zero(kind: str) -> None:
         for shift in range(16):
             nibbles = [(i + shift) % 16 for i in range(8)], [(5 * i + 3 * shift + 7) % 16 for i in range(8)]
             words = tuple(sum(code << 4 * i for i, code in enumerate(part)) for part in nibbles)
-            outputs = emulate(pair_asm(kind), (words[0], words[1]), spread | spread << 16, half)
+            outputs = emulate(pair_asm(kind), {"$8": words[0], "$9": words[1], "$10": spread | spread << 16}, 8, half)
             for i, pair in enumerate(outputs):
                 assert (pattern(pair & 0xFFFF), pattern(pair >> 16)) == (nibbles[0][i] - zero, nibbles[1][i] - zero)
 
