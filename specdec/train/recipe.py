@@ -32,6 +32,7 @@ from specdec.version import __version__
 if TYPE_CHECKING:
     from specdec.models.load import LoadedModel
 
+DRAFT_VOCAB = 12_288
 STORE_SHARE = 0.75  # of the free device memory that captured features may take; a step needs some 20 GiB beside them
 
 
@@ -43,13 +44,14 @@ class HeadOptions:
     unended: and answers that never ended (a weak target's loops) after so many of their own, 0 = kept. mask_token_id:
     P-EAGLE's placeholder, None = a special token that the corpus never uses. transition: size of its correction by the draft before
     (`models.transition`), 0 = none. validation: share of the prompts held out.
-    storage: number format of the exported matrices. init: directory of an exported head to start from; its draft vocabulary
-    is kept, and so is every tensor that has the same shape in the new head.
+    storage: number format of the exported matrices. init: directory of an exported head to start from: every tensor that has the
+    same shape in the new head is kept, and its draft vocabulary with the rows of lm_head.
+    draft_vocab: tokens of the draft vocabulary, None = `init`'s, or DRAFT_VOCAB; `init`'s is never cut, only added to.
     """
 
     kind: str = "eagle3"
     num_layers: int = 1
-    draft_vocab: int = 12_288
+    draft_vocab: int | None = None
     taps: tuple[int, ...] | None = None
     intermediate_size: int | None = None
     window: int | None = None
@@ -98,7 +100,7 @@ def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, 
         eps=target.eps,
         rope=target.rope,
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(options.draft_vocab, target.vocab_size),
+        draft_vocab_size=min(DRAFT_VOCAB if options.draft_vocab is None else options.draft_vocab, target.vocab_size),
         taps=options.taps or default_taps(target.num_layers),
         max_positions=options.max_len,
         norm_before_residual=True,
@@ -143,18 +145,17 @@ class Recipe:
         self.config = make_head_config(loaded, corpus, options, config.depths)
         self.target = DenseTarget(loaded.model, self.config.taps)
         vocab = loaded.config.vocab_size
-        if options.init is not None:
-            self.target_ids = load_head(options.init, loaded).target_ids.cpu()
-            self.config = replace(self.config, draft_vocab_size=len(self.target_ids))
-        else:
-            self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, loaded.config.eos_ids)
+        known = [] if options.init is None else load_head(options.init, loaded).target_ids.tolist()
+        size = self.config.draft_vocab_size if not known or options.draft_vocab is not None else 0
+        self.config = replace(self.config, draft_vocab_size=max(size, len(known)))
+        self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, known or sorted(loaded.config.eos_ids))
         self.coverage = coverage(self.splits.train, self.target_ids, vocab)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             head = TrainableHead(self.config, self.target.embedding.cpu(), self.target_ids)
         head.start_from(loaded.model.norm.weight.float().cpu(), self.target.lm_head.float().cpu())
         if options.init is not None:
-            copy_tensors(head, Path(options.init))
+            copy_tensors(head, Path(options.init), known=torch.tensor(known))
         self.head = head.to(self.target.device)
 
     def run(self, *, resume: bool = False, pause: float | None = None, progress: bool = True) -> dict[str, Any] | None:
@@ -226,11 +227,16 @@ class Recipe:
 
 
 @torch.no_grad()
-def copy_tensors(head: TrainableHead, directory: Path, precision: str | None = None) -> list[str]:
+def copy_tensors(head: TrainableHead, directory: Path, precision: str | None = None, known: Tensor | None = None) -> list[str]:
     """Start from an exported head, wherever name and shape agree; returns the names. precision: storage its matrices are rounded
-    to first, None = the file's. ConfigError when no name agrees."""
+    to first, None = the file's. known [n] i64: target ids of the exported lm_head's rows, None = those of `head`.
+    ConfigError when no name agrees."""
     read = {name: converted(t, precision) for name, t in read_tensors(directory).items()}
     stored = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read.items()}
+    if known is not None and "lm_head.weight" in stored:  # rows of tokens that are new stay as they are
+        weight = head.lm_head.weight.detach().clone()
+        weight[torch.searchsorted(head.target_ids, known)] = stored["lm_head.weight"].to(weight)
+        stored["lm_head.weight"] = weight
     names = [name for name, p in head.named_parameters() if name in stored and stored[name].shape == p.shape]
     if not names:
         raise ConfigError(f"{directory}: no tensor of this head has the shape of one in the new head", param="init")

@@ -133,12 +133,25 @@ def test_a_paused_run_goes_on(loaded: LoadedModel, work: Path, tmp_path: Path) -
 def test_a_head_can_start_from_another(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
     first = recipe(loaded, work, tmp_path / "first", steps=2)
     first.run(progress=False)
-    options = replace(OPTIONS, kind="peagle", num_layers=2, draft_vocab=100, init=str(tmp_path / "first" / "head"))
+    options = replace(OPTIONS, kind="peagle", num_layers=2, draft_vocab=None, init=str(tmp_path / "first" / "head"))
     second = Recipe(loaded, [work / "cycle"], tmp_path / "second", options, CONFIG)
     known = dict(first.head.named_parameters())
     assert second.target_ids.tolist() == first.target_ids.tolist()
     fresh = [name for name, p in second.head.named_parameters() if name not in known or not torch.equal(p, known[name])]
     assert fresh and all(name == "mask_hidden" or name.startswith("layers.1.") for name in fresh)
+
+
+def test_the_vocabulary_of_a_head_can_grow(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
+    first = recipe(loaded, work, tmp_path / "first", steps=2)
+    first.run(progress=False)
+    options = replace(OPTIONS, draft_vocab=100, init=str(tmp_path / "first" / "head"))
+    second = Recipe(loaded, [work / "cycle"], tmp_path / "second", options, replace(CONFIG, steps=1))
+    known, grown = first.target_ids.tolist(), second.target_ids.tolist()
+    assert len(grown) == 100 and grown == sorted(grown) and set(known) < set(grown)
+    for row, token in enumerate(grown):
+        expected = first.head.lm_head.weight[known.index(token)] if token in known else second.target.lm_head[token]
+        assert torch.equal(second.head.lm_head.weight[row].detach(), expected.detach().float())
+    assert second.run(progress=False) is not None
 
 
 def test_the_card_names_the_numbers(loaded: LoadedModel, work: Path, tmp_path: Path) -> None:
