@@ -207,13 +207,13 @@ def _settle(
     while at < TILES:
         column = at * TILE + tl.arange(0, TILE)
         x = tl.load(logits + row * logits_row + column, mask=column < vocab, other=float("-inf"))
-        total = _scores(x, temperature)
+        score = _scores(x, temperature)
         if with_noise:
             seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
-            total += gumbel(_tile_words(at * TILE, seed, position, choice, purpose, TILE))
-        most = tl.max(total, 0)
+            score += gumbel(_tile_words(at * TILE, seed, position, choice, purpose, TILE))
+        most = tl.max(score, 0)
         if most > best:
             best = most
-            index = tl.min(tl.where(total == most, column, 2147483647), 0)
+            index = tl.min(tl.where(score == most, column, 2147483647), 0)
         at = tl.min(tl.where(may & (slot > at), slot, TILES), 0)
     tl.store(tokens + row, index.to(tl.int64))

@@ -11,7 +11,7 @@ def model_card(report: dict[str, Any]) -> str:
     """Markdown: what the head is, how it was made, and how far it gets on held-out texts."""
     options, training, target = report["options"], report["training"], report["target"]
     command = f" Command: `{report['command']}`." if report["command"] else ""
-    length = f"{training['minutes']} minutes" if training["minutes"] is not None else f"{training['steps']} steps"
+    length = f"{training['minutes']:.1f} minutes" if training["minutes"] is not None else f"{training['steps']} steps"
     lines = [
         f"# {_NAMES[options['kind']]} draft head for {target['name']}",
         "",

@@ -127,7 +127,8 @@ if __name__ == "__main__":
     for args, kwargs in attention_calls():
         BACKENDS["tree_attention"].fn(*args, **kwargs)
     for op, args in small_calls():
-        BACKENDS[op].fn(*args)
+        for options in ({}, {"lse": True}) if op == "coupled_verify" else ({},):
+            BACKENDS[op].fn(*args, **options)
     for args in moe_calls():
         BACKENDS["moe_experts"].fn(*args)
     print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))
