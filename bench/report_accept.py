@@ -17,7 +17,8 @@ _CELL = ("drafter", "source", "nodes", "depth", "width", "mode", "temperature", 
 
 def latest(rows: list[Record]) -> list[Record]:
     """The newest record of every cell that counted a pass: on the machine of the newest, with the newest weights of each drafter
-    and as many and as long texts as there were last. The code may have changed between them: `accept_table` names the commits."""
+    and as many and as long texts as there were last. The code may have changed between them: `accept_table` names the commits. By drafter,
+    chains before trees, small before large."""
     rows = [r for r in rows if "texts" in r and r["steps"]]
     machine, weights = [rows[-1][name] for name in MACHINE[1:]] if rows else [], {r["drafter"]: r["digest"] for r in rows}
     sizes = {r["texts"]: (r["count"], r["max_tokens"]) for r in rows}
@@ -26,7 +27,7 @@ def latest(rows: list[Record]) -> list[Record]:
         fits = weights[r["drafter"]] == r["digest"] and sizes[r["texts"]] == (r["count"], r["max_tokens"])
         if fits and [r[name] for name in MACHINE[1:]] == machine:
             cells[tuple(r[name] for name in _CELL)] = r
-    return list(cells.values())
+    return sorted(cells.values(), key=lambda r: (r["drafter"], r["width"] > 1, r["nodes"]))
 
 
 def grouped(rows: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:

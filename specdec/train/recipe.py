@@ -82,9 +82,10 @@ def split(corpus: Corpus, fraction: float) -> Splits:
     return Splits(train, corpus.take([i for i, h in enumerate(held) if h and greedy[i]]))
 
 
-def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, depths: int) -> HeadConfig:
-    """The head's shape: the target's own sizes, the norms of EAGLE-3.1."""
+def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, depths: int, known: int) -> HeadConfig:
+    """The head's shape: the target's own sizes, the norms of EAGLE-3.1. known: draft tokens of the head to start from, 0 = none."""
     target = loaded.config
+    wanted = (known or DRAFT_VOCAB) if options.draft_vocab is None else options.draft_vocab
     mask = options.mask_token_id
     if options.kind == "peagle" and mask is None:
         mask = unused_token(loaded, corpus)
@@ -100,7 +101,7 @@ def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, 
         eps=target.eps,
         rope=target.rope,
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(DRAFT_VOCAB if options.draft_vocab is None else options.draft_vocab, target.vocab_size),
+        draft_vocab_size=max(known, min(wanted, target.vocab_size)),
         taps=options.taps or default_taps(target.num_layers),
         max_positions=options.max_len,
         norm_before_residual=True,
@@ -142,13 +143,12 @@ class Recipe:
         self.loaded, self.out, self.options, self.train_config, self.command = loaded, out, options, config, command
         corpus = join([read_corpus(directory) for directory in data]).cut(options.max_len, options.unended)
         self.splits = split(corpus, options.validation)
-        self.config = make_head_config(loaded, corpus, options, config.depths)
+        known = [] if options.init is None else load_head(options.init, loaded).target_ids.tolist()
+        self.config = make_head_config(loaded, corpus, options, config.depths, len(known))
         self.target = DenseTarget(loaded.model, self.config.taps)
         vocab = loaded.config.vocab_size
-        known = [] if options.init is None else load_head(options.init, loaded).target_ids.tolist()
-        size = self.config.draft_vocab_size if not known or options.draft_vocab is not None else 0
-        self.config = replace(self.config, draft_vocab_size=max(size, len(known)))
-        self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, known or sorted(loaded.config.eos_ids))
+        always = known or sorted(loaded.config.eos_ids)
+        self.target_ids = draft_vocabulary(self.splits.train, self.config.draft_vocab_size, vocab, always)
         self.coverage = coverage(self.splits.train, self.target_ids, vocab)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -233,10 +233,9 @@ def copy_tensors(head: TrainableHead, directory: Path, precision: str | None = N
     ConfigError when no name agrees."""
     read = {name: converted(t, precision) for name, t in read_tensors(directory).items()}
     stored = {name: t if isinstance(t, Tensor) else t.dequantize() for name, t in read.items()}
-    if known is not None and "lm_head.weight" in stored:  # rows of tokens that are new stay as they are
-        weight = head.lm_head.weight.detach().clone()
-        weight[torch.searchsorted(head.target_ids, known)] = stored["lm_head.weight"].to(weight)
-        stored["lm_head.weight"] = weight
+    rows = stored.get("lm_head.weight")
+    if known is not None and rows is not None and rows.shape[1] == head.config.hidden_size:  # rows of new tokens stay as they are
+        stored["lm_head.weight"] = head.lm_head.weight.index_copy(0, torch.searchsorted(head.target_ids, known), rows.float())
     names = [name for name, p in head.named_parameters() if name in stored and stored[name].shape == p.shape]
     if not names:
         raise ConfigError(f"{directory}: no tensor of this head has the shape of one in the new head", param="init")

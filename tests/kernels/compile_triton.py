@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
@@ -89,8 +90,6 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "philox_uniform", (*keys, torch.zeros(5, 40, dtype=torch.int64), 0)
     yield "quantize_fp8", (x,)
     yield "quantize_fp8", (torch.zeros(5, 28672, dtype=torch.bfloat16),)
-    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, slots > 2, 0)
-    yield "coupled_verify", (torch.zeros(5, 128256), torch.ones(5), *keys, None, 0)
     w = torch.zeros(32000, 4096, dtype=torch.bfloat16)
     yield "draft_topk", (w[:5], w, torch.ones(5), torch.arange(32000), *keys, slots > 2, 0, 0.7, 10)
     yield "mass_cut", (torch.zeros(5, 128256), torch.zeros(5, 128256), torch.zeros(5))
@@ -104,6 +103,13 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     pool = torch.zeros(5, 710, dtype=torch.int64)
     yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
     yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64)
+
+
+def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Arguments of coupled_verify and whether it also sums up the logits: with and without noise."""
+    seeds, positions, choices = torch.zeros(3, 5, dtype=torch.int64)
+    for noisy, lse in product((torch.ones(5, dtype=torch.bool), None), (False, True)):
+        yield (torch.zeros(5, 128256), torch.ones(5), seeds, positions, choices, noisy, 0), lse
 
 
 def moe_calls() -> Iterator[tuple[Any, ...]]:
@@ -127,8 +133,9 @@ if __name__ == "__main__":
     for args, kwargs in attention_calls():
         BACKENDS["tree_attention"].fn(*args, **kwargs)
     for op, args in small_calls():
-        for options in ({}, {"lse": True}) if op == "coupled_verify" else ({},):
-            BACKENDS[op].fn(*args, **options)
+        BACKENDS[op].fn(*args)
+    for args, lse in verify_calls():
+        BACKENDS["coupled_verify"].fn(*args, lse=lse)
     for args in moe_calls():
         BACKENDS["moe_experts"].fn(*args)
     print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))
