@@ -229,7 +229,7 @@ struct Kernel {
     const uint4 *codes = weights(stage), *x = tokens(stage);
     Weight weight;
     weight.take_groups(groups(stage), lane);
-#pragma unroll(TOKEN_TILES < 6 ? 2 : 1)  // both at once would spill where a thread holds 96 or 128 sums
+#pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
       if (Weight::GROUPED && pair > 0 && call.group < 64) weight.take_groups(groups(stage) + GROUP_VECTORS, lane);
       uint32_t right[TOKEN_TILES][4];
