@@ -23,6 +23,7 @@ from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
+from specdec.runner.graphs import CudaRecorder, ForwardGraphs
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
@@ -116,7 +117,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
     scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads))
     taps = taps_of(heads.values())
-    runner = ModelRunner(loaded.model, kv, device, taps=taps)
+    runner = ModelRunner(loaded.model, kv, device, taps=taps, graphs=_graphs(config, loaded, kv, device, scheduler.tables.tensor))
     context = DrafterContext(
         config=spec,
         vocab_size=loaded.config.vocab_size,
@@ -156,6 +157,13 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),
     )
+
+
+def _graphs(config: EngineConfig, loaded: LoadedModel, kv: KVCache, device: torch.device, tables: torch.Tensor) -> ForwardGraphs | None:
+    """Where the ops are kernels of ours, which ask nothing of the host; the references do. tables [G, max_num_seqs, M]."""
+    if device.type != "cuda" or config.enforce_eager or ops.WHY_NO_TRITON is not None:
+        return None
+    return ForwardGraphs(loaded.model, kv, (tables.shape[0], tables.shape[2]), CudaRecorder(device))
 
 
 def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:

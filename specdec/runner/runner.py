@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.runner.graphs import ForwardGraphs
 from specdec.spec.tree import ancestor_words, chain
 from specdec.types import Batch, Forward
 
@@ -16,18 +17,22 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs the target. `taps`: indices of the hidden states that draft heads read (none = no cost)."""
+    """Runs the target. taps: indices of the hidden states that draft heads read (none = no cost). graphs: for the batches they hold."""
 
-    def __init__(self, model: Model, kv: KVCache, device: torch.device, *, taps: tuple[int, ...] = ()):
+    def __init__(self, model: Model, kv: KVCache, device: torch.device, *, taps: tuple[int, ...] = (), graphs: ForwardGraphs | None = None):
         self.model = model
         self.kv = kv
         self.device = device
         self.taps = taps
+        self.graphs = graphs
         self._backed = 0  # blocks below or at this are in memory of their own
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Forward:
-        """Hidden states of all rows, float32 logits of the wanted ones."""
+        """Hidden states of all rows, float32 logits of the wanted ones. Both are valid until the next pass."""
+        recorded = self.graphs.run(batch, self.taps) if self.graphs is not None else None
+        if recorded is not None:
+            return recorded
         hidden, taps = self.model.forward(batch, self.kv, taps=self.taps)
         wanted = batch.logit_rows
         rows = hidden if wanted.numel() == hidden.shape[0] else hidden.index_select(0, wanted)
