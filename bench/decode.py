@@ -41,7 +41,7 @@ def config_of(model: str, batch: int, accept: list[float], eager: bool, device: 
         speculation=spec,
         device=device,
         load_format="dummy",
-        max_model_len=4096,
+        max_model_len=PROMPT + OUTPUT + 64,
         max_num_seqs=max(batch, 1),
         max_num_batched_tokens=2048,
         num_kv_blocks=batch * (-(-(PROMPT + OUTPUT + 64) // 16)) + 64,

@@ -256,7 +256,7 @@ struct Kernel {
     join_halves(sums);
     const int own = tile * STRIPS + strip;
     if (half != 0 || own >= work.strips()) return;
-    work.owners(tile) == 1 ? write<TOKEN_TILES>(sums, own, 0, TOKEN_TILES) : leave(sums, tile);
+    work.owners(tile) == 1 ? write<TOKEN_TILES>(sums, Factors(call, own, lane), own, 0, TOKEN_TILES) : leave(sums, tile);
   }
 
   // The lower half's warps add the upper half's sums to their own, two token tiles at a time: the stages stay in flight meanwhile.
@@ -309,6 +309,7 @@ struct Kernel {
   // The warps of both halves take half the token tiles each, TILES at a time. Several shares are on their way together: this is latency.
   SPECDEC_DEVICE void add_shares(int tile) const {
     const int first = work.first_owner(tile), last = work.last_owner(tile);
+    const Factors factors(call, tile * STRIPS + strip, lane);  // on their way together with the shares
     constexpr int HALF = ceil_div(TOKEN_TILES, HALVES), TILES = HALF < 2 ? HALF : 2, AHEAD = 4 / TILES;
     const int stop = half == 0 ? HALF : TOKEN_TILES;
 #pragma unroll 1
@@ -324,7 +325,7 @@ struct Kernel {
         for (int a = 0; a < AHEAD; a++)
           if (begin + a <= last) add_share(sums, shares[a], begin + a == first);
       }
-      write<TILES>(sums, tile * STRIPS + strip, token_tile, stop);
+      write<TILES>(sums, factors, tile * STRIPS + strip, token_tile, stop);
     }
   }
 
@@ -348,13 +349,19 @@ struct Kernel {
       for (int t = 0; t < TILES; t++) first ? set(sums[j][t], share[j][t]) : add(sums[j][t], share[j][t]);
   }
 
+  // Scales of the 8 neighbouring channels of strip `own` that a lane holds sums of.
+  struct Factors {
+    float at[2 * CHANNEL_TILES];
+    SPECDEC_DEVICE Factors(const Call& call, int own, int lane) {
+#pragma unroll
+      for (int i = 0; i < 2 * CHANNEL_TILES; i++) at[i] = Weight::GROUPED ? 1.0f : call.channel_scale[first_channel(own, lane) + i];
+    }
+  };
+  static SPECDEC_DEVICE int first_channel(int own, int lane) { return own * STRIP + channel_in_strip(0, lane / 4); }
+
   // Token tiles from `first` on, before `stop`, of strip `own` of the weight: sums times the channels' scales, rounded, 16 bytes a store.
   template <int TILES>
-  SPECDEC_DEVICE void write(const Sums<TILES>& sums, int own, int first, int stop) const {
-    const int channel = own * STRIP + channel_in_strip(0, lane / 4);  // the first of 8
-    float factor[2 * CHANNEL_TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * CHANNEL_TILES; i++) factor[i] = Weight::GROUPED ? 1.0f : call.channel_scale[channel + i];
+  SPECDEC_DEVICE void write(const Sums<TILES>& sums, const Factors& factors, int own, int first, int stop) const {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -364,8 +371,8 @@ struct Kernel {
         uint32_t y[CHANNEL_TILES];
 #pragma unroll
         for (int j = 0; j < CHANNEL_TILES; j++)
-          y[j] = round_pair(times(sums[j][t][e], factor[2 * j]), times(sums[j][t][e + 2], factor[2 * j + 1]), Number());
-        char* to = static_cast<char*>(call.y) + (int64_t(token) * call.N + channel) * 2;
+          y[j] = round_pair(times(sums[j][t][e], factors.at[2 * j]), times(sums[j][t][e + 2], factors.at[2 * j + 1]), Number());
+        char* to = static_cast<char*>(call.y) + (int64_t(token) * call.N + first_channel(own, lane)) * 2;
         *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
       }
   }
