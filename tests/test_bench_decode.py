@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.decode import MODELS, ROOT, config_of, decoding, measure
+from bench.profile.step import Span, busy, by_time
 from specdec.boot import build_engine
 from specdec.models.load import find_checkpoint
 from tests.harness import checkpoint
@@ -28,3 +29,9 @@ def test_the_configs_are_whole() -> None:
         found = find_checkpoint(ROOT / "data" / "models" / model)
         assert found.config.vocab_size == 128256
         assert (found.quantization is not None) == model.endswith("fp8")
+
+
+def test_busy_time_counts_overlaps_once() -> None:
+    spans = [Span("a", 10.0, 20.0), Span("b", 15.0, 25.0), Span("a", 40.0, 45.0), Span("c", 41.0, 42.0)]
+    assert busy(spans) == (20.0, 35.0)
+    assert by_time(spans)[0] == ("a", 2, 15.0)
