@@ -157,7 +157,8 @@ def _tiling(form: _Form, columns: int, itemsize: int, plan: Plan) -> dict[str, i
     deep = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
     deep = UNIT if kind == _MXFP4.value else min(deep, group) if 0 < group < columns else deep
     warps = 4 if plan.features > 64 or itemsize == 4 or kind == _INT4.value else 2
-    return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "num_warps": warps, "num_stages": 2 if itemsize == 4 else plan.stages}
+    stages = 2 if itemsize == 4 else plan.stages
+    return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
 
 def _splits(wanted: int, programs: int, columns: int, deep: int) -> int:
@@ -384,17 +385,21 @@ def _power(scales, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _unit_sums(acc, source, used, data, scale, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, LIFT: tl.constexpr):
-    """acc [TALL, ROWS] + units first … stop of weight rows `row` of R in the layout of `mxfp4.units`, times the columns from source."""
+def _unit_sums(
+    acc, source, used, data, scale, row, first, stop,
+    R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc [TALL, ROWS] + units first … stop of weight rows `row` of R in the layout of `mxfp4.units`, times the columns from source.
+
+    The loop names its stages, so that scales come through the pipeline too, which otherwise takes only what is multiplied.
+    """
     words = data + row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
-    ahead = tl.load(scale + first * R + row)
-    for unit in range(first, stop):
+    for unit in tl.range(first, stop, num_stages=STAGES):
         codes = tl.load(words + unit * (R * _WORDS))
-        scales = ahead
-        ahead = tl.load(scale + tl.minimum(unit + 1, stop - 1) * R + row)  # comes while this unit is multiplied
+        scales = tl.load(scale + unit * R + row)
         values = _e2m1(codes, source.dtype.element_ty)
         for block in tl.static_range(4):
-            rows = _columns(source, used, unit * _UNIT + block * 32, K, K % _UNIT == 0, 32)
+            rows = _columns(source, used, unit * _UNIT + block * 32, K, K % 128 == 0, 32)
             if LIFT:
                 rows = _lift(rows, KIND, rows.dtype)
             part = dot(values[block], rows, tl.zeros(acc.shape, tl.float32))
@@ -406,13 +411,12 @@ def _unit_sums(acc, source, used, data, scale, row, first, stop, R: tl.constexpr
 def _step_sums(
     acc, source, used, data, scale, zero, row, first, stop,
     K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr,
-    LIFT: tl.constexpr,
+    LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_unit_sums`, of the other storages, in steps of DEEP columns; scaled where scales differ along K."""
     EVEN: tl.constexpr = K % DEEP == 0
     SCALED: tl.constexpr = GROUP > 0 and GROUP < K
-    factor = _scales(scale, row, first * DEEP, K, GROUP, SCALE_ROWS) if SCALED else 1.0
-    for step in range(first, stop):
+    for step in tl.range(first, stop, num_stages=STAGES):
         at = step * DEEP
         if KIND == _INT4:
             weight = _int4(data, zero, row, at, K, GROUP, EVEN, DEEP, source.dtype.element_ty)
@@ -425,8 +429,7 @@ def _step_sums(
             rows = _lift(rows, KIND, rows.dtype)
         if SCALED:
             part = dot(weight, rows, tl.zeros(acc.shape, tl.float32))
-            acc += part * factor[:, None]
-            factor = _scales(scale, row, tl.minimum(step + 1, stop - 1) * DEEP, K, GROUP, SCALE_ROWS)
+            acc += part * _scales(scale, row, at, K, GROUP, SCALE_ROWS)[:, None]
         else:
             acc = dot(weight, rows, acc)
     return acc
@@ -436,15 +439,15 @@ def _step_sums(
 def _sums(
     source, used, data, scale, zero, row, split, splits,
     R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    DEEP: tl.constexpr, PACK: tl.constexpr, LIFT: tl.constexpr,
+    DEEP: tl.constexpr, PACK: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: as `_lift` says, not yet done."""
     first, stop = steps(K, split, splits, DEEP)
     acc = tl.zeros([row.shape[0], ROWS], tl.float32)
     if KIND == _MXFP4:
-        return _unit_sums(acc, source, used, data, scale, row, first, stop, R, K, KIND, LIFT)
+        return _unit_sums(acc, source, used, data, scale, row, first, stop, R, K, KIND, LIFT, STAGES)
     else:
-        return _step_sums(acc, source, used, data, scale, zero, row, first, stop, K, KIND, GROUP, SCALE_ROWS, DEEP, PACK, LIFT)
+        return _step_sums(acc, source, used, data, scale, zero, row, first, stop, K, KIND, GROUP, SCALE_ROWS, DEEP, PACK, LIFT, STAGES)
 
 
 @triton.jit
@@ -486,7 +489,7 @@ def _gate_up(
     x, data, scale, zero, bias, middle, order, pairs, blocks, count, partial, counters, splits, limit, alpha,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
     TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr,
+    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows × splits, blocks). middle [pairs, N]."""
     expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
@@ -497,7 +500,7 @@ def _gate_up(
         entry = tl.arange(0, 2 * TALL)
         row = tl.minimum(tile * TALL + entry % TALL, N - 1) + entry // TALL * N
         source = x + (tl.maximum(pair, 0) // CHOICES).to(tl.int64) * K
-        acc = _sums(source, pair >= 0, data, scale, zero, row, split, splits, 2 * N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, True)
+        acc = _sums(source, pair >= 0, data, scale, zero, row, split, splits, 2 * N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, True, STAGES)
         dtype: tl.constexpr = x.dtype.element_ty
         if not SPLIT:
             _activate(acc, middle, scale, bias, row, tile, pair, limit, alpha, N, K, TALL, BIAS, CUT, KIND, GROUP, SCALE_ROWS, dtype)
@@ -513,7 +516,7 @@ def _down(
     middle, data, scale, zero, bias, weights, outputs, order, pairs, blocks, count, splits,
     N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr,
+    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight."""
     expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
@@ -524,7 +527,7 @@ def _down(
         column = tile * TALL + tl.arange(0, TALL)
         row = tl.minimum(column, N - 1)
         source, used = middle + tl.maximum(pair, 0).to(tl.int64) * K, pair >= 0
-        acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False)
+        acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False, STAGES)
         acc = _finish(acc, scale, bias, row, K, KIND, GROUP, SCALE_ROWS, False, middle.dtype.element_ty)
         if BIAS:
             acc += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
