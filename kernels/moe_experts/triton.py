@@ -35,6 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
@@ -43,8 +44,8 @@ from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.units import UNIT, WORDS, Mxfp4Units, pack_units
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import INTERPRET, dot
-from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps
+from specdec.kernels.triton_common import INTERPRET, capability, dot
+from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps, zeroed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE, _FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(4))
@@ -88,12 +89,16 @@ def moe_experts_fixed(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """rows: pairs a block; features: rows of a weight a tile; stages; splits: parts of K of gate|up and of down, 0 = for busy processors."""
+    """rows: pairs a block; features: rows of a weight a tile; stages; splits: parts of K of gate|up and of down, 0 = for busy processors.
+
+    early: launches need not wait for the end of the one before; they wait inside, with the weights of down on their way (Hopper).
+    """
 
     rows: int
     features: int = 64
-    stages: int = 5
+    stages: int = 4
     splits: tuple[int, int] = (0, 0)
+    early: bool = False
 
 
 _FIXED = Plan(16, splits=(1, 1))
@@ -102,7 +107,9 @@ _FIXED = Plan(16, splits=(1, 1))
 def _plan(ids: Tensor, experts: Experts) -> Plan:
     """Blocks of 8 rows up to 4 rows an expert on average, of 16 up to 16, then what fills the tensor cores."""
     mean = ids.numel() // max(experts.count, 1)
-    return Plan(8 if mean <= 4 else 16) if mean <= 16 else Plan(32 if mean <= 64 else 64, 128, 4)
+    if mean <= 16:
+        return Plan(8 if mean <= 4 else 16)
+    return Plan(32, 128) if mean <= 64 else Plan(64)
 
 
 def _blocks(pairs: int, experts: int, rows: int) -> int:
@@ -150,13 +157,13 @@ def _fp8_groups(weight: Fp8Weight) -> dict[str, int]:
 def _tiling(form: _Form, columns: int, itemsize: int, plan: Plan) -> dict[str, int]:
     """Columns a step, warps, stages: 4 to 8 KB of weights a stage.
 
-    Two warps multiply each for itself: half of 64 rows each, a byte unpacked once, four numbers a register. Tiles of 128 rows take four
-    and, on Hopper, the warp-group product.
+    Two warps multiply each for itself: half of 64 rows each, a byte unpacked once, four numbers a register. Taller tiles and more tokens
+    take four warps and, on Hopper, the warp-group product.
     """
     kind, group = form.constants["KIND"], form.constants["GROUP"]
     deep = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
     deep = UNIT if kind == _MXFP4.value else min(deep, group) if 0 < group < columns else deep
-    warps = 4 if plan.features > 64 or itemsize == 4 or kind == _INT4.value else 2
+    warps = 4 if plan.rows > 16 or plan.features > 64 or itemsize == 4 or kind == _INT4.value else 2
     stages = 2 if itemsize == 4 else plan.stages
     return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
@@ -174,42 +181,56 @@ def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) 
     (tokens, hidden), pairs, inner, count = x.shape, ids.numel(), experts.inner, experts.count
     if not pairs or not hidden:
         return out.zero_()
-    few = pairs <= _FEW_PAIRS and tokens <= plan.rows
+    few, early = pairs <= _FEW_PAIRS and tokens <= plan.rows, plan.early and capability(x.device) >= 90
+    launch: dict[str, Any] = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     blocks = pairs if few else _blocks(pairs, count, plan.rows)
-    order = ids if few else _sorted(ids, blocks, count, plan.rows)
+    order = ids if few else _sorted(ids, blocks, count, plan.rows, launch)
     where = (order, pairs, blocks, count)
     middle = x.new_empty(pairs, inner)
-    constants = {"ROWS": plan.rows, "PAIRS": _FEW_PAIRS if few else 0}
+    constants = {"ROWS": plan.rows, "PAIRS": _FEW_PAIRS if few else 0, "CHOICES": ids.shape[1]} | launch
     form, bias = _form(experts.gate_up), experts.gate_up_bias
     tiles, high = _tiling(form, hidden, x.element_size(), plan), triton.cdiv(inner, plan.features // 2)
     splits = _splits(plan.splits[0], high * blocks, hidden, tiles["DEEP"])
     space = Workspace(Tiling(plan.features, tiles["DEEP"], plan.rows, splits, 0, 0), high * blocks, x.device)
     _gate_up[(high * splits, blocks)](
         x, form.data, form.scale, form.zero, x if bias is None else bias, middle, *where, space.partial, space.counters, splits,
-        experts.limit or 0.0, experts.alpha, CHOICES=ids.shape[1], N=inner, K=hidden, SPLIT=splits > 1, BIAS=bias is not None,
-        CUT=experts.limit is not None, TALL=plan.features // 2, **constants, **form.constants, **tiles,
+        experts.limit or 0.0, experts.alpha, N=inner, K=hidden, SPLIT=splits > 1, BIAS=bias is not None, CUT=experts.limit is not None,
+        TALL=plan.features // 2, **constants, **form.constants, **tiles,
     )  # fmt: skip
     form, bias = _form(experts.down), experts.down_bias
     tiles, high = _tiling(form, inner, x.element_size(), plan), triton.cdiv(hidden, plan.features)
     splits = _splits(plan.splits[1], high * blocks, inner, tiles["DEEP"])
     outputs = torch.empty(splits, pairs, hidden, dtype=torch.float32, device=x.device)
+    counters = zeroed(high, x.device) if few else order
     _down[(high * splits, blocks)](
-        middle, form.data, form.scale, form.zero, x if bias is None else bias, weights, outputs, *where, splits,
+        middle, form.data, form.scale, form.zero, x if bias is None else bias, weights, outputs, out, *where, counters, splits,
         N=hidden, K=inner, BIAS=bias is not None, TALL=plan.features, **constants, **form.constants, **tiles,
     )  # fmt: skip
-    _combine[(tokens, triton.cdiv(hidden, 1024))](outputs, ids, out, pairs, count, splits, H=hidden, CHOICES=ids.shape[1], TILE=1024)
+    if not few:
+        _combine[(tokens, triton.cdiv(hidden, 1024))](
+            outputs, ids, out, pairs, count, splits, H=hidden, CHOICES=ids.shape[1], TILE=1024, **launch
+        )
     return out
 
 
-def _sorted(ids: Tensor, blocks: int, count: int, rows: int) -> Tensor:
+def _sorted(ids: Tensor, blocks: int, count: int, rows: int, launch: dict[str, Any]) -> Tensor:
     """int32 [blocks · (1 + rows)], the sort's result: a block's expert or -1, then a block's pairs, -1 past the last."""
     order, pairs = torch.empty(blocks * (1 + rows), dtype=torch.int32, device=ids.device), ids.numel()
-    _sort[(count,)](ids, order, pairs, blocks, count, BINS=triton.next_power_of_2(count + 1), CHUNK=_chunk(pairs), ROWS=rows)
+    bins = triton.next_power_of_2(count + 1)
+    _sort[(count,)](ids, order, pairs, blocks, count, BINS=bins, CHUNK=_chunk(pairs), ROWS=rows, **launch)
     return order
 
 
 def _chunk(pairs: int) -> int:
     return min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(pairs)))
+
+
+@triton.jit
+def _await(EARLY: tl.constexpr):
+    """What the launches before have written is there from here on; the launch after may begin."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -221,8 +242,9 @@ def _bins(ids, at, pairs, count, BINS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "count"])
-def _sort(ids, order, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+def _sort(ids, order, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
     """Grid (experts). order: as `_sorted` says."""
+    _await(EARLY)
     own = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for at in range(0, pairs, CHUNK):
@@ -349,7 +371,7 @@ def _lift(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
 def _columns(source, used, at, K: tl.constexpr, EVEN: tl.constexpr, SPAN: tl.constexpr):
     """Columns at … at + SPAN of the rows that start at source [ROWS]: [SPAN, ROWS], 0 outside. EVEN: none is past the end."""
     column = at + tl.arange(0, SPAN)[:, None]
-    mask = used[None, :] & (column >= 0) if EVEN else used[None, :] & (column < K)
+    mask = used[None, :] if EVEN else used[None, :] & (column < K)
     return tl.load(source[None, :] + column, mask=mask, other=0.0)
 
 
@@ -488,10 +510,11 @@ def _activate(
 def _gate_up(
     x, data, scale, zero, bias, middle, order, pairs, blocks, count, partial, counters, splits, limit, alpha,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
-    TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows × splits, blocks). middle [pairs, N]."""
+    _await(EARLY)
     expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
     if expert >= 0:
         tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -513,18 +536,20 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "count", "splits"])
 def _down(
-    middle, data, scale, zero, bias, weights, outputs, order, pairs, blocks, count, splits,
-    N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    middle, data, scale, zero, bias, weights, outputs, out, order, pairs, blocks, count, counters, splits,
+    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight."""
+    """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight. Of few
+    pairs the last program of a tile adds them up too."""
+    _await(EARLY)
     expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    column = tile * TALL + tl.arange(0, TALL)
     if expert >= 0:
-        tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
         wide = expert.to(tl.int64)
         data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * N
-        column = tile * TALL + tl.arange(0, TALL)
         row = tl.minimum(column, N - 1)
         source, used = middle + tl.maximum(pair, 0).to(tl.int64) * K, pair >= 0
         acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False, STAGES)
@@ -534,18 +559,33 @@ def _down(
         acc = acc * tl.load(weights + pair, mask=used, other=0.0)[None, :]
         place = outputs + (split * pairs + pair).to(tl.int64)[None, :] * N + column[:, None]
         tl.store(place, acc, mask=used[None, :] & (column < N)[:, None])
+    if PAIRS:
+        tl.debug_barrier()  # every thread's outputs before the one thread's release
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == blocks * splits - 1:
+            tl.store(counters + tile, 0)
+            _total(outputs, order, out, tl.arange(0, ROWS), column, pairs, count, splits, N, CHOICES)
 
 
-@triton.jit(do_not_specialize=["pairs", "count", "splits"])
-def _combine(outputs, ids, out, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr):
-    """Grid (rows, column tiles): a row's outputs added in the order of its choices; a pair without an expert wrote none."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.float32)
+@triton.jit
+def _total(outputs, ids, out, token, column, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr):
+    """A row's outputs added in the order of its choices, for rows `token` and columns `column`; a pair without an expert wrote none."""
+    total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
     for split in range(splits):
         for choice in tl.static_range(CHOICES):
             pair = token * CHOICES + choice
-            expert = tl.load(ids + pair)
-            width = tl.where((expert >= 0) & (expert < count), H, 0)
-            total += tl.load(outputs + (split * pairs + pair) * H + column, mask=column < width, other=0.0)
-    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
+            expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+            place = outputs + (split * pairs + pair).to(tl.int64)[:, None] * H + column[None, :]
+            there = ((expert >= 0) & (expert < count))[:, None] & (column < H)[None, :]
+            total += tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
+    inside = (token * CHOICES < pairs)[:, None] & (column < H)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "splits"])
+def _combine(
+    outputs, ids, out, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, column tiles)."""
+    _await(EARLY)
+    token = tl.program_id(0) + tl.arange(0, 1)
+    _total(outputs, ids, out, token, tl.program_id(1) * TILE + tl.arange(0, TILE), pairs, count, splits, H, CHOICES)
