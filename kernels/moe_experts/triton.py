@@ -234,6 +234,17 @@ def _await(EARLY: tl.constexpr):
 
 
 @triton.jit
+def _send_for(data, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr):
+    """Asks for steps first … stop of weight rows `row` [TALL], clamped, to come into the second-level cache; FP8 and MXFP4 only."""
+    for step in range(first, stop):
+        if KIND == _MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
+            places = data + (step * R + row) * _WORDS
+        else:
+            places = data + row.to(tl.int64) * K + step * DEEP
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _bins(ids, at, pairs, count, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """(pair [CHUNK], its expert, BINS - 1 where it has none or there is no such pair)."""
     pair = at + tl.arange(0, CHUNK)
@@ -543,14 +554,19 @@ def _down(
 ):  # fmt: skip
     """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight. Of few
     pairs the last program of a tile adds them up too."""
-    _await(EARLY)
-    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
+    if not PAIRS:
+        _await(EARLY)
+    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)  # ids are older than gate|up, which has waited for them
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     column = tile * TALL + tl.arange(0, TALL)
+    row, wide = tl.minimum(column, N - 1), tl.maximum(expert, 0).to(tl.int64)
+    data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * N
+    if PAIRS and EARLY:
+        if expert >= 0 and (KIND == _FP8 or KIND == _MXFP4):
+            first, stop = steps(K, split, splits, DEEP)
+            _send_for(data, row, first, stop, N, K, KIND, DEEP)
+        _await(EARLY)
     if expert >= 0:
-        wide = expert.to(tl.int64)
-        data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * N
-        row = tl.minimum(column, N - 1)
         source, used = middle + tl.maximum(pair, 0).to(tl.int64) * K, pair >= 0
         acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False, STAGES)
         acc = _finish(acc, scale, bias, row, K, KIND, GROUP, SCALE_ROWS, False, middle.dtype.element_ty)
