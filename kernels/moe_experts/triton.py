@@ -79,12 +79,12 @@ def _storage_rejects(weight: ExpertWeight, x: Tensor) -> str | None:
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Shapes in `specdec.ops.moe_experts`."""
-    return _run(x, ids, weights, experts, _plan(ids, experts))
+    return run(x, ids, weights, experts, plan(ids, experts))
 
 
 def moe_experts_fixed(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """`moe_experts` with blocks of 16 rows and whole sums whatever the number of rows."""
-    return _run(x, ids, weights, experts, _FIXED)
+    return run(x, ids, weights, experts, _FIXED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Plan:
 _FIXED = Plan(16, splits=(1, 1))
 
 
-def _plan(ids: Tensor, experts: Experts) -> Plan:
+def plan(ids: Tensor, experts: Experts) -> Plan:
     """Blocks of 8 rows up to 4 rows an expert on average, of 16 up to 16, then what fills the tensor cores."""
     mean = ids.numel() // max(experts.count, 1)
     if mean <= 16:
@@ -175,7 +175,7 @@ def _splits(wanted: int, programs: int, columns: int, deep: int) -> int:
     return triton.cdiv(count, triton.cdiv(count, most))
 
 
-def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -> Tensor:
+def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -> Tensor:
     """The launches."""
     out = torch.empty_like(x)
     (tokens, hidden), pairs, inner, count = x.shape, ids.numel(), experts.inner, experts.count
@@ -238,10 +238,14 @@ def _send_for(data, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl
     """Asks for steps first … stop of weight rows `row` [TALL], clamped, to come into the second-level cache; FP8 and MXFP4 only."""
     for step in range(first, stop):
         if KIND == _MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
-            places = data + (step * R + row) * _WORDS
-        else:
-            places = data + row.to(tl.int64) * K + step * DEEP
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
+            _touch(data + (step * R + row) * _WORDS)
+        if KIND == _FP8:
+            _touch(data + row.to(tl.int64) * K + step * DEEP)
+
+
+@triton.jit
+def _touch(places):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -534,7 +538,9 @@ def _gate_up(
         entry = tl.arange(0, 2 * TALL)
         row = tl.minimum(tile * TALL + entry % TALL, N - 1) + entry // TALL * N
         source = x + (tl.maximum(pair, 0) // CHOICES).to(tl.int64) * K
-        acc = _sums(source, pair >= 0, data, scale, zero, row, split, splits, 2 * N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, True, STAGES)
+        acc = _sums(
+            source, pair >= 0, data, scale, zero, row, split, splits, 2 * N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, True, STAGES
+        )
         dtype: tl.constexpr = x.dtype.element_ty
         if not SPLIT:
             _activate(acc, middle, scale, bias, row, tile, pair, limit, alpha, N, K, TALL, BIAS, CUT, KIND, GROUP, SCALE_ROWS, dtype)
@@ -549,8 +555,8 @@ def _gate_up(
 def _down(
     middle, data, scale, zero, bias, weights, outputs, out, order, pairs, blocks, count, counters, splits,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight. Of few
     pairs the last program of a tile adds them up too."""
@@ -562,7 +568,7 @@ def _down(
     row, wide = tl.minimum(column, N - 1), tl.maximum(expert, 0).to(tl.int64)
     data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * N
     if PAIRS and EARLY:
-        if expert >= 0 and (KIND == _FP8 or KIND == _MXFP4):
+        if expert >= 0:
             first, stop = steps(K, split, splits, DEEP)
             _send_for(data, row, first, stop, N, K, KIND, DEEP)
         _await(EARLY)

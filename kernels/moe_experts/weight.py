@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
-from specdec.kernels.mxfp4.units import Mxfp4Units
+from specdec.kernels.mxfp4.units import Mxfp4Units, pack_units
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 
 ExpertWeight = Tensor | Fp8Weight | Int4Weight | Mxfp4Weight | Mxfp4Units
@@ -66,3 +66,9 @@ def dense_expert(weight: ExpertWeight, expert: int) -> Tensor:
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.data[expert], weight.scale[expert]).dequantize()
     return Int4Weight(weight.data[expert], weight.scale[expert], weight.zero[expert], weight.group).dequantize()
+
+
+def streamed(experts: Experts) -> Experts:
+    """The same experts as a card's kernel wants to read them: MXFP4 in units."""
+    weights = [pack_units(w) if isinstance(w, Mxfp4Weight) else w for w in (experts.gate_up, experts.down)]
+    return replace(experts, gate_up=weights[0], down=weights[1])

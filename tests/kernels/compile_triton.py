@@ -115,12 +115,12 @@ def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
 def moe_calls() -> Iterator[tuple[Any, ...]]:
     """Arguments of moe_experts: every storage, few rows and many, the shapes of Qwen3-30B-A3B; MXFP4 with biases and cut, as GPT-OSS."""
     for kind, tokens, dtype in (
-        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4")),
+        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4 units")),
         ("fp8 block", 8192, torch.bfloat16),
         ("fp8 channel", 4, torch.float16),
         ("dense", 4, torch.float32),
     ):
-        made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4", bias=kind == "mxfp4")
+        made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4 units", bias=kind == "mxfp4 units")
         if kind == "dense":
             made = replace(made, gate_up=made.gate_up.to(dtype), down=made.down.to(dtype))
         ids = torch.zeros(tokens, 1, dtype=torch.int32)
