@@ -2,12 +2,12 @@
 
     python -m bench.kernels_moe [--model a3b-fp8 gpt-oss-120b] [--tokens 1 4 8 32 64] [--calls 16] [--repeats 30] [--plan usual]
 
-A call is routing (without the router's product) and experts, as the engine makes it: three launches for few tokens, else five. `--calls` of them with different random
-routings, hence different experts, are one CUDA graph, so that what a call reads is not in L2 from the call before; a call's time is the
-graph's over their number. The yardstick is a plain read, in the same kind of graph, of as many bytes as the distinct experts of the
-same routings have, weights, scales and biases, as a checkpoint stores them. `--plan` names other ways to run the experts, to choose from
-(`PLANS`). Before it is timed, every case is compared with the reference. Records:
-`bench/results/kernels_moe.jsonl`.
+A call is routing (without the router's product) and experts, as the engine makes it: three launches for few tokens, else five. `--calls`
+of them with different random routings, hence different experts, are one CUDA graph, so that what a call reads is not in L2 from the
+call before; a call's time is the graph's over their number. The yardstick is a plain read, in the same kind of graph, of as many bytes as
+the distinct experts of the same routings have, weights, scales and biases, as a checkpoint stores them (records without `plan`: of no more
+than gate|up of all experts has, too few at many tokens). `--plan` names other ways to run the experts, to choose from (`PLANS`). Before
+it is timed, every case is compared with the reference. Records: `bench/results/kernels_moe.jsonl`.
 """
 
 from __future__ import annotations

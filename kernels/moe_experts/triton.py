@@ -1,29 +1,30 @@
-"""Mixture of experts in four launches, without a look from the host: sort, gate|up with activation, down, combine.
+"""Mixture of experts without a look from the host: find the rows, gate|up with activation, down, combine.
 
-*Sort.* The pairs (row, choice) are grouped by expert, and each expert's pairs cut into blocks of ROWS. The number of blocks has a bound
-that shapes give (`_blocks`); the blocks past the last say so and their programs leave at once. One program an expert finds its
-place by a histogram of all pairs: no program waits for another.
+*Rows.* The pairs (row, choice) are grouped by expert, and each expert's pairs cut into blocks of ROWS. Of few pairs the products' programs
+find their own: block i is that of pair i, if that is the first of its expert, and takes all of them. Of more, a sort makes the
+blocks, whose number has a bound that shapes give (`_blocks`); the blocks past the last say so and their programs leave at once.
+One program an expert finds its place by a histogram of all pairs: no program waits for another.
 
-*Products.* A program owns one block and one tile of weight rows, and walks along K. The weight tile is the left factor: it fills the
-64 or 128 rows of a tensor-core instruction, the few tokens its 16 columns, so an expert hit by one row costs what its bytes cost.
-Weights are read once per block, which is once per expert up to ROWS rows of it.
+*Products.* A program owns one block and one tile of weight rows, and walks along K, all of it or a split of it. The weight tile is
+the left factor, half of it gate and half up: two warps hold 32 rows each, the tokens are the 8 or 16 columns, so an expert hit by one row
+costs what its bytes cost. Weights are read once per block, which is once per expert up to ROWS rows of it. Gate|up adds its splits in
+the last program of a tile to arrive, down writes each split's outputs.
 
-*Combine.* Down writes every pair's weighted output in float32; the last kernel adds a row's k pairs in the order of its choices. There
-are no atomics: an atomic sum would need the zeroing before and the rounding after, two launches instead of one, and lose the fixed order.
+*Combine.* Down writes every pair's weighted output in float32; the last kernel, or of few pairs the last program of a tile, adds a row's k
+pairs in the order of its choices. Nothing is added by atomics, which would lose the fixed order.
 
-Two numbers. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s, and does 0.08 GFLOP; 64 tokens touch
-126 of 128 experts, 594 MB, 138 µs, 4.8 GFLOP (at 450 TFLOP/s: 11 µs). gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all
-reading up to hundreds of tokens, hence few tokens a tile and no second reading of a weight: at one token gate|up of A3B is 8 experts × 12
-tiles of 2 × 64 rows = 96 programs for 132 SMs, down 256, and four stages of 16 and 8 KB keep more than 40 KB in flight per SM, which
-is what 4.3 TB/s × 1 µs asks of each. What the pairs add, float32 outputs of k·H·4 bytes a row, 4 MB at 64 rows, stays in L2.
+Reading. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s; 64 tokens touch 126 of 128 experts, 597 MB,
+139 µs. gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all reading up to hundreds of tokens. A program keeps three
+stages of 4 (MXFP4) or 8 KB on the way, and seven or eight of them share a multiprocessor, which needs 40 KB on the way in all.
+At one token there are too few tiles (192 and 360 of gate|up), hence splits.
 
-The other limit is unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loop of
-gate|up on sm_90 (counted in the code, all in) takes 3.8 instructions an FP8 weight, so reading is the limit; an MXFP4 weight takes 5.8 and
-an INT4 weight 5.5 where 3.4 would be hidden, so these two are limited by arithmetic, MXFP4 to about 1.7 times the read time if nothing
-else helps. What costs there: a product and its synchronisation for each group of 32 columns; 2.6 of the 5.8 are the unpacking itself.
+Unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loops on sm_90 (counted in the code,
+all in) take 2.6 a byte of FP8 and 4.9 a byte of MXFP4 with blocks of 8 rows, 3.1 and 5.9 of 16. The loop of MXFP4 has one barrier and one wait
+a unit of 128 columns; its scales come with the weights through the pipeline. Left as plain loads they cost a trip to memory in
+every step, and products of 32 columns by the warp-group instruction cost a fence and a wait each: 5.7 to 9 times the read time.
 
-Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too.
-`moe_experts_fixed` keeps ROWS at 16: bits of a row then depend on the row alone.
+Bits: the order of a sum depends on the tile sizes and splits, which depend on the shapes, the storage and the number of pairs.
+`moe_experts_fixed` keeps ROWS at 16 and splits nothing: bits of a row then depend on the row alone.
 """
 
 from __future__ import annotations
@@ -478,7 +479,7 @@ def _sums(
     R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     DEEP: tl.constexpr, PACK: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: as `_lift` says, not yet done."""
+    """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: the rows lack `_lift`."""
     first, stop = steps(K, split, splits, DEEP)
     acc = tl.zeros([row.shape[0], ROWS], tl.float32)
     if KIND == _MXFP4:
@@ -525,8 +526,8 @@ def _activate(
 def _gate_up(
     x, data, scale, zero, bias, middle, order, pairs, blocks, count, partial, counters, splits, limit, alpha,
     CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
-    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows × splits, blocks). middle [pairs, N]."""
     _await(EARLY)
