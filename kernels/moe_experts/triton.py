@@ -18,10 +18,10 @@ Reading. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs a
 stages of 4 (MXFP4) or 8 KB on the way, and seven or eight of them share a multiprocessor, which needs 40 KB on the way in all.
 At one token there are too few tiles (192 and 360 of gate|up), hence splits.
 
-Unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loops on sm_90 (counted in the code,
-all in) take 2.6 a byte of FP8 and 4.9 a byte of MXFP4 with blocks of 8 rows, 3.1 and 5.9 of 16. The loop of MXFP4 has one barrier and one wait
-a unit of 128 columns; its scales come with the weights through the pipeline. Left as plain loads they cost a trip to memory in
-every step, and products of 32 columns by the warp-group instruction cost a fence and a wait each: 5.7 to 9 times the read time.
+Unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loops on sm_90 (counted in the
+code, all in) take 2.6 a byte of FP8 and 4.9 a byte of MXFP4 with blocks of 8 rows, 3.1 and 5.9 of 16. The loop of MXFP4 has two
+barriers a unit of 128 columns; its scales come with the weights through the pipeline. Left as plain loads they cost a trip to memory
+in every step, and products of 32 columns by the warp-group instruction cost a fence and a wait each: 5.7 to 9 times the read time.
 
 Bits: the order of a sum depends on the tile sizes and splits, which depend on the shapes, the storage and the number of pairs.
 `moe_experts_fixed` keeps ROWS at 16 and splits nothing: bits of a row then depend on the row alone.

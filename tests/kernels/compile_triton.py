@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
+from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
@@ -127,6 +128,16 @@ def moe_calls() -> Iterator[tuple[Any, ...]]:
         yield torch.zeros(tokens, 2048, dtype=dtype), ids, torch.zeros(tokens, 1), made
 
 
+def moe_plans() -> Iterator[tuple[tuple[Any, ...], experts.Plan]]:
+    """Few rows and more of them, one product and splits, launches that begin early, tall tiles."""
+    for kind, (tokens, plan) in product(
+        ("fp8 block", "mxfp4 units"),
+        ((4, experts.Plan(8, early=True)), (72, experts.Plan(8, splits=(1, 1))), (72, experts.Plan(16, 128, 3, early=True))),
+    ):
+        x, ids = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 1, dtype=torch.int32)
+        yield (x, ids, torch.zeros(tokens, 1), experts_of(KINDS[kind], 1, 2048, 768)), plan
+
+
 if __name__ == "__main__":
     found: list[tuple[str, Any]] = []
     compiling(int(sys.argv[1]), found)
@@ -138,4 +149,6 @@ if __name__ == "__main__":
         BACKENDS["coupled_verify"].fn(*args, lse=lse)
     for args in moe_calls():
         BACKENDS["moe_experts"].fn(*args)
+    for args, plan in moe_plans():
+        experts.run(*args, plan)
     print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))
