@@ -158,13 +158,13 @@ def _fp8_groups(weight: Fp8Weight) -> dict[str, int]:
 def _tiling(form: _Form, columns: int, itemsize: int, plan: Plan) -> dict[str, int]:
     """Columns a step, warps, stages: 4 to 8 KB of weights a stage.
 
-    Two warps multiply each for itself: half of 64 rows each, a byte unpacked once, four numbers a register. Taller tiles and more tokens
-    take four warps and, on Hopper, the warp-group product.
+    Two warps multiply each for itself: half of the rows each, a byte unpacked once, four numbers a register. More tokens take four
+    warps and, on Hopper, the warp-group product.
     """
     kind, group = form.constants["KIND"], form.constants["GROUP"]
     deep = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
     deep = UNIT if kind == _MXFP4.value else min(deep, group) if 0 < group < columns else deep
-    warps = 4 if plan.rows > 16 or plan.features > 64 or itemsize == 4 or kind == _INT4.value else 2
+    warps = 4 if plan.rows > 16 or itemsize == 4 or kind == _INT4.value else 2
     stages = 2 if itemsize == 4 else plan.stages
     return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
