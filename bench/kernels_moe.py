@@ -1,18 +1,20 @@
 """A mixture-of-experts layer against the time it takes to read the experts it touches.
 
-    python -m bench.kernels_moe [--model a3b-fp8 gpt-oss-120b] [--tokens 1 4 8 32 64] [--calls 16] [--repeats 30]
+    python -m bench.kernels_moe [--model a3b-fp8 gpt-oss-120b] [--tokens 1 4 8 32 64] [--calls 16] [--repeats 30] [--plan usual]
 
-A call is routing (without the router's product) and experts, as the engine makes it: five launches. `--calls` of them with different random
-routings, hence different experts, are one CUDA graph, so that what a call reads is not in L2 from the call before; a call's time is the
-graph's over their number. The yardstick is a plain read, in the same kind of graph, of as many bytes as the distinct experts of the
-same routings have, weights, scales and biases. Before it is timed, every case is compared with the reference. Records:
-`bench/results/kernels_moe.jsonl`.
+A call is routing (without the router's product) and experts, as the engine makes it: three launches for few tokens, else five. `--calls`
+of them with different random routings, hence different experts, are one CUDA graph, so that what a call reads is not in L2 from the
+call before; a call's time is the graph's over their number. The yardstick is a plain read, in the same kind of graph, of as many bytes as
+the distinct experts of the same routings have, weights, scales and biases, as a checkpoint stores them (records without `plan`: of no more
+than gate|up of all experts has, too few at many tokens). `--plan` names other ways to run the experts, to choose from (`PLANS`). Before
+it is timed, every case is compared with the reference. Records: `bench/results/kernels_moe.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +27,24 @@ from bench.read_kernel import programs
 from bench.read_kernel import read as read_words
 from specdec import ops
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
-from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
+from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage, streamed
 from specdec.kernels.mxfp4.weight import BLOCK as GROUP
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 
 TARGET = 1.4  # times the read time, issue 4
+PLANS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "early": {"early": True},
+    "late": {"early": False},
+    "rows16": {"rows": 16},
+    "stages3": {"stages": 3},
+    "stages5": {"stages": 5},
+    "tall": {"features": 128, "stages": 3},
+    "whole": {"splits": (1, 1)},
+}
+"""What is changed of the plan that the kernel would choose (`Plan`)."""
+
+Experting = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +102,46 @@ def hit(logits: Tensor, per_token: int) -> int:
     return int(ops.moe_route(logits, per_token, True)[0].unique().numel())
 
 
-def run(x: Tensor, logits: Tensor, shape: Shape, experts: Experts) -> Tensor:
+def planned(name: str) -> Experting:
+    """The experts' kernel by the plan of that name."""
+    if not PLANS[name]:
+        return ops.moe_experts
+    from specdec.kernels.moe_experts import triton
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        return triton.run(x, ids, weights, experts, replace(triton.plan(ids, experts), **PLANS[name]))
+
+    return call
+
+
+def run(x: Tensor, logits: Tensor, shape: Shape, experts: Experts, call: Experting) -> Tensor:
     ids, weights = ops.moe_route(logits, shape.per_token, True)
-    return ops.moe_experts(x, ids, weights, experts)
+    return call(x, ids, weights, experts)
 
 
-def error(x: Tensor, logits: Tensor, shape: Shape, experts: Experts) -> float:
+def error(x: Tensor, logits: Tensor, shape: Shape, experts: Experts, call: Experting) -> float:
     """Largest difference from the reference, over its largest value."""
-    found = run(x, logits, shape, experts).float()
+    found = run(x, logits, shape, experts, call).float()
     with ops.override("moe_route", "reference"), ops.override("moe_experts", "reference"):
-        expected = run(x, logits, shape, experts).float()
+        expected = run(x, logits, shape, experts, ops.moe_experts).float()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def read(weight: Tensor, start: int, size: int) -> int:
-    """Load `size` bytes of the weight from about byte `start` on; the bytes loaded, fewer where the weight is smaller."""
+    """Load `size` bytes of the weight from about byte `start` on, and again from its start where it is smaller; the bytes loaded."""
     words = weight.view(torch.int32).flatten()
-    count = min(size // 4, words.numel())
-    first = min(start // 4, words.numel() - count) // 32 * 32
-    read_words(words[first : first + count], torch.empty(programs(count), dtype=torch.int32, device=words.device))
-    return count * 4
+    total = left = size // 4
+    while left:
+        count = min(left, words.numel())
+        first = min(start // 4, words.numel() - count) // 32 * 32
+        read_words(words[first : first + count], torch.empty(programs(count), dtype=torch.int32, device=words.device))
+        left, start = left - count, 0
+    return total * 4
 
 
-def record(model: str, tokens: int, hits: list[int], per_expert: int, seconds: list[float], read_seconds: list[float]) -> dict[str, Any]:
+def record(
+    model: str, tokens: int, plan: str, hits: list[int], per_expert: int, seconds: list[float], read_seconds: list[float]
+) -> dict[str, Any]:
     """The record of one case; seconds of whole graphs of len(hits) calls."""
     calls, touched = len(hits), sum(hits) * per_expert / len(hits)
     took, read = (schema.quantiles([s / calls * 1e6 for s in values]) for values in (seconds, read_seconds))
@@ -118,6 +150,7 @@ def record(model: str, tokens: int, hits: list[int], per_expert: int, seconds: l
         "bench": "kernels_moe",
         "model": model,
         "tokens": tokens,
+        "plan": plan,
         "experts_hit": sum(hits) / calls,
         "bytes": round(touched),
         "us": took,
@@ -129,20 +162,24 @@ def record(model: str, tokens: int, hits: list[int], per_expert: int, seconds: l
     }
 
 
-def measure(model: str, tokens: int, calls: int, repeats: int, experts: Experts) -> dict[str, Any]:
-    """One case on the current CUDA device."""
+def measure(
+    model: str, tokens: int, calls: int, repeats: int, experts: Experts, per_expert: int, plans: list[str]
+) -> Iterator[dict[str, Any]]:
+    """One case on the current CUDA device, by each of the plans. per_expert: bytes."""
     shape, device = MODELS[model], torch.device("cuda")
     x = torch.randn(tokens, shape.hidden, device=device).bfloat16()
-    choices, per_expert = routings(shape, tokens, calls, device), bytes_an_expert(experts)
+    choices = routings(shape, tokens, calls, device)
     hits = [hit(logits, shape.per_token) for logits in choices]
-    worst = error(x, choices[0], shape, experts)
-    took = call_seconds([partial(run, x, logits, shape, experts) for logits in choices], repeats)
     offsets = [sum(hits[:i]) * per_expert for i in range(calls)]
     weight = storage(experts.gate_up)[0]
     reads = [(offset % weight.nbytes, count * per_expert) for offset, count in zip(offsets, hits, strict=True)]
-    read_took = call_seconds([partial(read, weight, *where) for where in reads], repeats)
-    whole, whole_read = ([s * calls for s in times] for times in (took, read_took))
-    return record(model, tokens, hits, per_expert, whole, whole_read) | {"error": worst, "calls": calls} | schema.environment()
+    read_took = [s * calls for s in call_seconds([partial(read, weight, *where) for where in reads], repeats)]
+    for plan in plans:
+        call = planned(plan)
+        worst = error(x, choices[0], shape, experts, call)
+        took = [s * calls for s in call_seconds([partial(run, x, logits, shape, experts, call) for logits in choices], repeats)]
+        found = record(model, tokens, plan, hits, per_expert, took, read_took)
+        yield found | {"error": worst, "calls": calls} | schema.environment()
 
 
 def main() -> None:
@@ -151,18 +188,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 32, 64])
     parser.add_argument("--calls", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=["usual"])
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernels_moe.py needs a CUDA device")
     for model in args.model:
         experts = make_experts(MODELS[model], torch.device("cuda"))
+        per_expert = bytes_an_expert(experts)
+        experts = streamed(experts)
         for tokens in args.tokens:
-            found = measure(model, tokens, args.calls, args.repeats, experts)
-            schema.append("kernels_moe", found)
-            print(
-                f"{model} {tokens:3} tokens: {found['us']['p50']:7.1f} µs, {found['ratio']:.2f} × read, error {found['error']:.1e}",
-                flush=True,
-            )
+            for found in measure(model, tokens, args.calls, args.repeats, experts, per_expert, args.plan):
+                schema.append("kernels_moe", found)
+                print(
+                    f"{model} {tokens:3} tokens, {found['plan']}: {found['us']['p50']:7.1f} µs, {found['ratio']:.2f} × read, "
+                    f"error {found['error']:.1e}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

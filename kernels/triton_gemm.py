@@ -246,10 +246,11 @@ class Workspace:
     def __init__(self, tiling: Tiling, tiles: int, device: torch.device):
         size = tiles * tiling.splits * tiling.features * tiling.rows if tiling.splits > 1 else 0
         self.partial = torch.empty(size, dtype=torch.float32, device=device)
-        self.counters = _counters(tiles, device) if tiling.splits > 1 else torch.empty(0, dtype=torch.int32, device=device)
+        self.counters = zeroed(tiles, device) if tiling.splits > 1 else torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _counters(tiles: int, device: torch.device) -> Tensor:
+def zeroed(tiles: int, device: torch.device) -> Tensor:
+    """Counters of one launch, which leaves them as it finds them: zero."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and _ring.cache_info().currsize == 0:
         return torch.zeros(tiles, dtype=torch.int32, device=device)
     return _ring(device).take(tiles)

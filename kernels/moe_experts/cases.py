@@ -14,6 +14,7 @@ from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
+from specdec.kernels.mxfp4.units import pack_units
 from specdec.kernels.mxfp4.weight import BLOCK, Mxfp4Weight
 
 
@@ -55,6 +56,7 @@ KINDS: dict[str, Make] = {
     "int4 32": int4,
     "int4 whole": lambda experts, rows, columns, seed: int4(experts, rows, columns, seed, columns),
     "mxfp4": mxfp4,
+    "mxfp4 units": lambda experts, rows, columns, seed: pack_units(mxfp4(experts, rows, columns, seed)),
 }
 
 

@@ -1,29 +1,30 @@
-"""Mixture of experts in four launches, without a look from the host: sort, gate|up with activation, down, combine.
+"""Mixture of experts without a look from the host: find the rows, gate|up with activation, down, combine.
 
-*Sort.* The pairs (row, choice) are grouped by expert, and each expert's pairs cut into blocks of ROWS. The number of blocks has a bound
-that shapes give (`_blocks`); the blocks past the last say so and their programs leave at once. One program an expert finds its
-place by a histogram of all pairs: no program waits for another.
+*Rows.* The pairs (row, choice) are grouped by expert, and each expert's pairs cut into blocks of ROWS. Of few pairs the products' programs
+find their own: block i is that of pair i, if that is the first of its expert, and takes all of them. Of more, a sort makes the
+blocks, whose number has a bound that shapes give (`_blocks`); the blocks past the last say so and their programs leave at once.
+One program an expert finds its place by a histogram of all pairs: no program waits for another.
 
-*Products.* A program owns one block and one tile of weight rows, and walks along K. The weight tile is the left factor: it fills the
-64 or 128 rows of a tensor-core instruction, the few tokens its 16 columns, so an expert hit by one row costs what its bytes cost.
-Weights are read once per block, which is once per expert up to ROWS rows of it.
+*Products.* A program owns one block and one tile of weight rows, and walks along K, all of it or a split of it. The weight tile is
+the left factor, half of it gate and half up: two warps hold 32 rows each, the tokens are the 8 or 16 columns, so an expert hit by one row
+costs what its bytes cost. Weights are read once per block, which is once per expert up to ROWS rows of it. Gate|up adds its splits in
+the last program of a tile to arrive, down writes each split's outputs.
 
-*Combine.* Down writes every pair's weighted output in float32; the last kernel adds a row's k pairs in the order of its choices. There
-are no atomics: an atomic sum would need the zeroing before and the rounding after, two launches instead of one, and lose the fixed order.
+*Combine.* Down writes every pair's weighted output in float32; the last kernel, or of few pairs the last program of a tile, adds a row's k
+pairs in the order of its choices. Nothing is added by atomics, which would lose the fixed order.
 
-Two numbers. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s, and does 0.08 GFLOP; 64 tokens touch
-126 of 128 experts, 594 MB, 138 µs, 4.8 GFLOP (at 450 TFLOP/s: 11 µs). gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all
-reading up to hundreds of tokens, hence few tokens a tile and no second reading of a weight: at one token gate|up of A3B is 8 experts × 12
-tiles of 2 × 64 rows = 96 programs for 132 SMs, down 256, and four stages of 16 and 8 KB keep more than 40 KB in flight per SM, which
-is what 4.3 TB/s × 1 µs asks of each. What the pairs add, float32 outputs of k·H·4 bytes a row, 4 MB at 64 rows, stays in L2.
+Reading. One token of Qwen3-30B-A3B in FP8 touches 8 experts, 37.7 MB, 8.8 µs at 4.3 TB/s; 64 tokens touch 126 of 128 experts, 597 MB,
+139 µs. gpt-oss-120b: 53 MB and 12.3 µs for one token. It is all reading up to hundreds of tokens. A program keeps three
+stages of 4 (MXFP4) or 8 KB on the way, and seven or eight of them share a multiprocessor, which needs 40 KB on the way in all.
+At one token there are too few tiles (192 and 360 of gate|up), hence splits.
 
-The other limit is unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loop of
-gate|up on sm_90 (counted in the code, all in) takes 3.8 instructions an FP8 weight, so reading is the limit; an MXFP4 weight takes 5.8 and
-an INT4 weight 5.5 where 3.4 would be hidden, so these two are limited by arithmetic, MXFP4 to about 1.7 times the read time if nothing
-else helps. What costs there: a product and its synchronisation for each group of 32 columns; 2.6 of the 5.8 are the unpacking itself.
+Unpacking. At that speed an SM reads 18.6 bytes a clock and issues 128 lane instructions: 6.9 a byte. The loops on sm_90 (counted in the
+code, all in) take 2.6 a byte of FP8 and 4.9 a byte of MXFP4 with blocks of 8 rows, 3.1 and 5.9 of 16. The loop of MXFP4 has two
+barriers a unit of 128 columns; its scales come with the weights through the pipeline. Left as plain loads they cost a trip to memory
+in every step, and products of 32 columns by the warp-group instruction cost a fence and a wait each: 5.7 to 9 times the read time.
 
-Bits: the order of a sum depends on the tile sizes, which depend on the shapes and the storage, and ROWS on the number of pairs too.
-`moe_experts_fixed` keeps ROWS at 16: bits of a row then depend on the row alone.
+Bits: the order of a sum depends on the tile sizes and splits, which depend on the shapes, the storage and the number of pairs.
+`moe_experts_fixed` keeps ROWS at 16 and splits nothing: bits of a row then depend on the row alone.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
-from specdec.kernels.mxfp4.weight import BLOCK, Mxfp4Weight
-from specdec.kernels.triton_common import INTERPRET, dot
+from specdec.kernels.mxfp4.units import UNIT, WORDS, Mxfp4Units, pack_units
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
+from specdec.kernels.tilings import Tiling
+from specdec.kernels.triton_common import INTERPRET, capability, dot
+from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps, zeroed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE, _FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(4))
 _MOST_EXPERTS = 2048
 _SORTED_AT_ONCE = 1024
+_FEW_PAIRS = 64  # up to which the products find their rows without a sort
+_BUSY = 132 * 6  # programs that fill Hopper's multiprocessors
+_MOST_SPLITS = 8
 
 
 def rejects(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> str | None:
@@ -65,25 +73,44 @@ def _storage_rejects(weight: ExpertWeight, x: Tensor) -> str | None:
         return None if weight.dtype is x.dtype else f"weights of {weight.dtype} with rows of {x.dtype}"
     if isinstance(weight, Int4Weight) and (weight.group % 32 or (weight.group & (weight.group - 1) and weight.group % 128)):
         return f"groups of {weight.group}; it takes 32, 64 and multiples of 128"
-    if isinstance(weight, Mxfp4Weight) and x.dtype is torch.float16:
+    if isinstance(weight, Mxfp4Weight | Mxfp4Units) and x.dtype is torch.float16:
         return "MXFP4 scales do not fit float16"
     return None
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Shapes in `specdec.ops.moe_experts`."""
-    return _run(x, ids, weights, experts, _rows_per_block(ids.numel(), experts.count))
+    return run(x, ids, weights, experts, plan(ids, experts))
 
 
 def moe_experts_fixed(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """`moe_experts` with blocks of 16 rows whatever their number."""
-    return _run(x, ids, weights, experts, 16)
+    """`moe_experts` with blocks of 16 rows and whole sums whatever the number of rows."""
+    return run(x, ids, weights, experts, _FIXED)
 
 
-def _rows_per_block(pairs: int, experts: int) -> int:
-    """16 up to 16 rows an expert on average, then what fills the tensor cores."""
-    mean = pairs // max(experts, 1)
-    return 16 if mean <= 16 else 32 if mean <= 64 else 64
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """rows: pairs a block; features: rows of a weight a tile; stages; splits: parts of K of gate|up and of down, 0 = for busy processors.
+
+    early: launches need not wait for the end of the one before; they wait inside, with the weights of down on their way (Hopper).
+    """
+
+    rows: int
+    features: int = 64
+    stages: int = 4
+    splits: tuple[int, int] = (0, 0)
+    early: bool = False
+
+
+_FIXED = Plan(16, splits=(1, 1))
+
+
+def plan(ids: Tensor, experts: Experts) -> Plan:
+    """Blocks of 8 rows up to 4 rows an expert on average, of 16 up to 16, then what fills the tensor cores."""
+    mean = ids.numel() // max(experts.count, 1)
+    if mean <= 16:
+        return Plan(8 if mean <= 4 else 16)
+    return Plan(32, 128) if mean <= 64 else Plan(64)
 
 
 def _blocks(pairs: int, experts: int, rows: int) -> int:
@@ -102,67 +129,124 @@ class _Form:
     constants: dict[str, Any]
 
 
-def _form(weight: ExpertWeight, x: Tensor) -> _Form:
-    """PACKED: numbers a byte; GROUP: columns a scale outside the numbers, 0 = none; SCALE_ROWS: rows a scale; SCALES: scales an expert."""
-    if isinstance(weight, Tensor):
-        return _Form(weight, weight, weight, {"KIND": _DENSE.value, "PACKED": 1, "GROUP": 0, "SCALE_ROWS": 1, "SCALES": 0})
+def _form(weight: ExpertWeight) -> _Form:
+    """NUMBERS, SCALES: elements an expert has; GROUP: columns a scale outside the numbers, 0 = none; SCALE_ROWS: rows a scale."""
     if isinstance(weight, Mxfp4Weight):
-        constants = {"KIND": _MXFP4.value, "PACKED": 2, "GROUP": BLOCK, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
-        return _Form(weight.data, weight.scale, weight.scale, constants)
-    if isinstance(weight, Int4Weight):
-        constants = {"KIND": _INT4.value, "PACKED": 2, "GROUP": weight.group, "SCALE_ROWS": 1, "SCALES": weight.scale[0].numel()}
-        return _Form(weight.data.view(torch.uint8), weight.scale, weight.zero, constants)
-    return _fp8_form(weight)
+        weight = pack_units(weight)  # for this call alone
+    if isinstance(weight, Tensor):
+        data = scale = zero = weight
+        constants = {"KIND": _DENSE.value, "GROUP": 0, "SCALE_ROWS": 1}
+    elif isinstance(weight, Mxfp4Units):
+        data, scale, zero = weight.data, weight.scale, weight.scale
+        constants = {"KIND": _MXFP4.value, "GROUP": 32, "SCALE_ROWS": 1}
+    elif isinstance(weight, Int4Weight):
+        data, scale, zero = weight.data.view(torch.uint8), weight.scale, weight.zero
+        constants = {"KIND": _INT4.value, "GROUP": weight.group, "SCALE_ROWS": 1}
+    else:
+        data, scale, zero = weight.data.view(torch.uint8), weight.scale, weight.scale
+        constants = {"KIND": _FP8.value} | _fp8_groups(weight)
+    return _Form(data, scale, zero, constants | {"NUMBERS": data[0].numel(), "SCALES": scale[0].numel()})
 
 
-def _fp8_form(weight: Fp8Weight) -> _Form:
-    blocked, scales = weight.scale.dim() == 3, weight.scale[0].numel()
-    rows = FP8_BLOCK if blocked else 1 if scales > 1 else weight.data.shape[1]
-    group = FP8_BLOCK if blocked else weight.data.shape[2]
-    constants = {"KIND": _FP8.value, "PACKED": 1, "GROUP": group, "SCALE_ROWS": rows, "SCALES": scales}
-    return _Form(weight.data.view(torch.uint8), weight.scale, weight.scale, constants)
+def _fp8_groups(weight: Fp8Weight) -> dict[str, int]:
+    if weight.scale.dim() == 3:
+        return {"GROUP": FP8_BLOCK, "SCALE_ROWS": FP8_BLOCK}
+    rows, columns = weight.data.shape[1:]
+    return {"GROUP": columns, "SCALE_ROWS": 1 if weight.scale[0].numel() > 1 else rows}
 
 
-def _tiling(form: _Form, columns: int, itemsize: int) -> dict[str, int]:
-    """Weight rows a tile, columns a product and products an iteration, warps, stages: some 4 to 16 KB of weights a stage.
+def _tiling(form: _Form, columns: int, itemsize: int, plan: Plan) -> dict[str, int]:
+    """Columns a step, warps, stages: 4 to 8 KB of weights a stage.
 
-    64 rows and 4 warps: on Hopper the compiler then takes the warp-group product with the weights from registers, each unpacked once.
+    Two warps multiply each for itself: half of the rows each, a byte unpacked once, four numbers a register. More tokens take four
+    warps and, on Hopper, the warp-group product.
     """
     kind, group = form.constants["KIND"], form.constants["GROUP"]
-    unit = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
-    unit = min(unit, group) if 0 < group < columns or kind == _MXFP4.value else unit
-    units = max(n for n in range(1, 7) if columns // BLOCK % n == 0) if kind == _MXFP4.value else 1
-    return {"TALL": 64, "UNIT": unit, "UNITS": units, "num_warps": 4, "num_stages": 2 if itemsize == 4 else 4}
+    deep = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
+    deep = UNIT if kind == _MXFP4.value else min(deep, group) if 0 < group < columns else deep
+    warps = 4 if plan.rows > 16 or itemsize == 4 or kind == _INT4.value else 2
+    stages = 2 if itemsize == 4 else plan.stages
+    return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
 
-def _run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, rows: int) -> Tensor:
-    """The four launches; `rows`: pairs a block."""
+def _splits(wanted: int, programs: int, columns: int, deep: int) -> int:
+    """Parts of K, none of them empty."""
+    count = triton.cdiv(columns, deep)
+    most = min(count, wanted or min(_MOST_SPLITS, max(1, _BUSY // programs)))
+    return triton.cdiv(count, triton.cdiv(count, most))
+
+
+def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -> Tensor:
+    """The launches."""
     out = torch.empty_like(x)
     (tokens, hidden), pairs, inner, count = x.shape, ids.numel(), experts.inner, experts.count
     if not pairs or not hidden:
         return out.zero_()
-    blocks = _blocks(pairs, count, rows)
-    order, plan = torch.empty(pairs, dtype=torch.int32, device=x.device), torch.empty(3, blocks, dtype=torch.int32, device=x.device)
-    _sort[(count,)](ids, order, plan, pairs, blocks, count, BINS=triton.next_power_of_2(count + 1), CHUNK=_chunk(pairs), ROWS=rows)
-    middle, outputs = x.new_empty(pairs, inner), torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    form, bias = _form(experts.gate_up, x), experts.gate_up_bias
-    tiles = _tiling(form, hidden, x.element_size())
-    _gate_up[(triton.cdiv(inner, tiles["TALL"]), blocks)](
-        x, form.data, form.scale, form.zero, x if bias is None else bias, middle, order, plan, blocks, experts.limit or 0.0, experts.alpha,
-        CHOICES=ids.shape[1], N=inner, K=hidden, ROWS=rows, BIAS=bias is not None, CUT=experts.limit is not None, **form.constants, **tiles,
+    few, early = pairs <= _FEW_PAIRS and tokens <= plan.rows, plan.early and capability(x.device) >= 90
+    launch: dict[str, Any] = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    blocks = pairs if few else _blocks(pairs, count, plan.rows)
+    order = ids if few else _sorted(ids, blocks, count, plan.rows, launch)
+    where = (order, pairs, blocks, count)
+    middle = x.new_empty(pairs, inner)
+    constants = {"ROWS": plan.rows, "PAIRS": _FEW_PAIRS if few else 0, "CHOICES": ids.shape[1]} | launch
+    form, bias = _form(experts.gate_up), experts.gate_up_bias
+    tiles, high = _tiling(form, hidden, x.element_size(), plan), triton.cdiv(inner, plan.features // 2)
+    splits = _splits(plan.splits[0], high * blocks, hidden, tiles["DEEP"])
+    space = Workspace(Tiling(plan.features, tiles["DEEP"], plan.rows, splits, 0, 0), high * blocks, x.device)
+    _gate_up[(high * splits, blocks)](
+        x, form.data, form.scale, form.zero, x if bias is None else bias, middle, *where, space.partial, space.counters, splits,
+        experts.limit or 0.0, experts.alpha, N=inner, K=hidden, SPLIT=splits > 1, BIAS=bias is not None, CUT=experts.limit is not None,
+        TALL=plan.features // 2, **constants, **form.constants, **tiles,
     )  # fmt: skip
-    form, bias = _form(experts.down, x), experts.down_bias
-    tiles = _tiling(form, inner, x.element_size())
-    _down[(triton.cdiv(hidden, tiles["TALL"]), blocks)](
-        middle, form.data, form.scale, form.zero, x if bias is None else bias, weights, outputs, order, plan, blocks,
-        N=hidden, K=inner, ROWS=rows, BIAS=bias is not None, **form.constants, **tiles,
+    form, bias = _form(experts.down), experts.down_bias
+    tiles, high = _tiling(form, inner, x.element_size(), plan), triton.cdiv(hidden, plan.features)
+    splits = _splits(plan.splits[1], high * blocks, inner, tiles["DEEP"])
+    outputs = torch.empty(splits, pairs, hidden, dtype=torch.float32, device=x.device)
+    counters = zeroed(high, x.device) if few else order
+    _down[(high * splits, blocks)](
+        middle, form.data, form.scale, form.zero, x if bias is None else bias, weights, outputs, out, *where, counters, splits,
+        N=hidden, K=inner, BIAS=bias is not None, TALL=plan.features, **constants, **form.constants, **tiles,
     )  # fmt: skip
-    _combine[(tokens, triton.cdiv(hidden, 1024))](outputs, ids, out, count, H=hidden, CHOICES=ids.shape[1], TILE=1024)
+    if not few:
+        _combine[(tokens, triton.cdiv(hidden, 1024))](
+            outputs, ids, out, pairs, count, splits, H=hidden, CHOICES=ids.shape[1], TILE=1024, **launch
+        )
     return out
+
+
+def _sorted(ids: Tensor, blocks: int, count: int, rows: int, launch: dict[str, Any]) -> Tensor:
+    """int32 [blocks · (1 + rows)], the sort's result: a block's expert or -1, then a block's pairs, -1 past the last."""
+    order, pairs = torch.empty(blocks * (1 + rows), dtype=torch.int32, device=ids.device), ids.numel()
+    bins = triton.next_power_of_2(count + 1)
+    _sort[(count,)](ids, order, pairs, blocks, count, BINS=bins, CHUNK=_chunk(pairs), ROWS=rows, **launch)
+    return order
 
 
 def _chunk(pairs: int) -> int:
     return min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(pairs)))
+
+
+@triton.jit
+def _await(EARLY: tl.constexpr):
+    """What the launches before have written is there from here on; the launch after may begin."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _send_for(data, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr):
+    """Asks for steps first … stop of weight rows `row` [TALL], clamped, to come into the second-level cache; FP8 and MXFP4 only."""
+    for step in range(first, stop):
+        if KIND == _MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
+            _touch(data + (step * R + row) * _WORDS)
+        if KIND == _FP8:
+            _touch(data + row.to(tl.int64) * K + step * DEEP)
+
+
+@triton.jit
+def _touch(places):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -174,9 +258,9 @@ def _bins(ids, at, pairs, count, BINS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "count"])
-def _sort(ids, order, plan, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Grid (experts). order [pairs]: pairs by expert, then by number; plan [3, blocks]: a block's expert or -1, its first entry in
-    `order`, its number of entries."""
+def _sort(ids, order, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
+    """Grid (experts). order: as `_sorted` says."""
+    _await(EARLY)
     own = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for at in range(0, pairs, CHUNK):
@@ -185,55 +269,106 @@ def _sort(ids, order, plan, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.
     each = tl.arange(0, BINS)
     needed = tl.where(each < count, (counts + ROWS - 1) // ROWS, 0)
     mine = tl.sum(tl.where(each == own, counts, 0), 0)
-    start = tl.sum(tl.where(each < own, counts, 0), 0)
     first = tl.sum(tl.where(each < own, needed, 0), 0)
+    place = order + blocks + first * ROWS
     for block in range(0, (mine + ROWS - 1) // ROWS):
-        tl.store(plan + first + block, own)
-        tl.store(plan + blocks + first + block, start + block * ROWS)
-        tl.store(plan + 2 * blocks + first + block, tl.minimum(mine - block * ROWS, ROWS))
+        tl.store(order + first + block, own)
+        entry = block * ROWS + tl.arange(0, ROWS)
+        tl.store(place + entry, -1, mask=entry >= mine)
     for block in range(tl.sum(needed, 0) + own, blocks, count):  # unused ones, shared out
-        tl.store(plan + block, -1)
+        tl.store(order + block, -1)
     if mine > 0:
         for at in range(0, pairs, CHUNK):
             pair, expert = _bins(ids, at, pairs, count, BINS, CHUNK)
             fits = (expert == own).to(tl.int32)
-            tl.store(order + start + tl.cumsum(fits, 0) - 1, pair, mask=fits == 1)
-            start += tl.sum(fits, 0)
-
-
-_FROM_E4M3 = tl.constexpr("""{ .reg .b32 t, u;
-    prmt.b32 t, $1, 0, 0x1404;  shr.b32 u, t, 4;  and.b32 u, u, 0x07f007f0;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
-_FROM_LOW_E2M1 = tl.constexpr("""{ .reg .b32 t, u;
-    prmt.b32 t, $1, 0, 0x4140;  shl.b32 u, t, 6;  and.b32 u, u, 0x01c001c0;  shl.b32 t, t, 12;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
-_FROM_HIGH_E2M1 = tl.constexpr("""{ .reg .b32 t, u;
-    prmt.b32 t, $1, 0, 0x1404;  shr.b32 u, t, 6;  and.b32 u, u, 0x01c001c0;  lop3.b32 $0, t, 0x80008000, u, 0xEA; }""")
+            tl.store(place + tl.cumsum(fits, 0) - 1, pair, mask=fits == 1)
+            place += tl.sum(fits, 0)
 
 
 @triton.jit
-def _small(code, ASM: tl.constexpr):
-    """Two codes (uint8) at a time to bfloat16: sign, exponent and mantissa where it has them, bias not repaired."""
-    return tl.inline_asm_elementwise(ASM, "=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=2)
+def _found(ids, block, pairs, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """As `_block`, of few pairs by themselves: block i is that of pair i, if it is the first of its expert."""
+    each = tl.arange(0, PAIRS)
+    own = tl.load(ids + block)
+    same = tl.load(ids + each, mask=each < pairs, other=-1) == own
+    before = tl.sum((same & (each < block)).to(tl.int32), 0)
+    rank = tl.cumsum(same.to(tl.int32), 0) - 1
+    mine = same[:, None] & (rank[:, None] == tl.arange(0, ROWS)[None, :])
+    pair = tl.max(tl.where(mine, each[:, None], -1), 0)
+    return tl.where((before == 0) & (own >= 0) & (own < count), own, -1), pair
 
 
 @triton.jit
-def _e4m3(code, DTYPE: tl.constexpr):
-    """Values of e4m3 codes (uint8, none NaN); in bfloat16 on a card 2^-120 times them."""
+def _block(order, pairs, blocks, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """(expert or -1, pairs [ROWS], -1 past the last) of this program's block. order: ids where PAIRS says that there are few."""
+    block = tl.program_id(1)
+    if PAIRS:
+        return _found(order, block, pairs, count, PAIRS, ROWS)
+    else:
+        return tl.load(order + block), tl.load(order + blocks + block * ROWS + tl.arange(0, ROWS))
+
+
+# prmt doubles each code's byte, the upper one filled with its sign; shifted by 4, exponent and mantissa are where bf16 has them
+def e4m3_asm(codes: int) -> str:
+    """PTX from `codes` codes, 2 or 4 in one register, to 2^-120 times their numbers in bf16, two a register."""
+    lines = [".reg .b32 t;"]
+    for i, selector in enumerate(("0x9180", "0xb3a2")[: codes // 2]):
+        lines += [f"prmt.b32 t, ${codes // 2}, 0, {selector};", "shl.b32 t, t, 4;", f"and.b32 ${i}, t, 0x87f087f0;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+# two words of `mxfp4.units` to four pairs, each of the numbers at one place
+E2M1_ASM = """{
+.reg .b32 t, u;
+prmt.b32 t, $4, 0, 0x2301;
+and.b32 u, $4, 0x81808180;
+lop3.b32 $0, t, 0x00400040, u, 0xEA;
+shl.b32 u, $4, 2;
+and.b32 $1, u, 0x81c081c0;
+shl.b32 u, $4, 6;
+and.b32 $2, u, 0x81c081c0;
+shl.b32 u, t, 4;
+and.b32 $3, u, 0x81c081c0;
+}"""
+_TWO_E4M3, _FOUR_E4M3 = tl.constexpr(e4m3_asm(2)), tl.constexpr(e4m3_asm(4))
+_E2M1 = tl.constexpr(E2M1_ASM)
+_FOUR_BF16 = tl.constexpr((tl.bfloat16,) * 4)
+_WORDS, _UNIT = tl.constexpr(WORDS), tl.constexpr(UNIT)
+
+
+@triton.jit
+def _e4m3(code, DTYPE: tl.constexpr, PACK: tl.constexpr):
+    """Values of e4m3 codes (uint8, none NaN); in bfloat16 on a card 2^-120 times them. PACK: neighbouring codes a register holds."""
     if tl.bfloat16 == DTYPE and not INTERPRET:
-        return _small(code, _FROM_E4M3)
+        if PACK == 4:
+            return tl.inline_asm_elementwise(_FOUR_E4M3, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            return tl.inline_asm_elementwise(_TWO_E4M3, "=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         bits = code.to(tl.int32)
         return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
 
 
 @triton.jit
-def _e2m1(code, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Values of the e2m1 codes in the low or high nibbles (uint8); in bfloat16 on a card 2^-126 times them."""
+def _e2m1(words, DTYPE: tl.constexpr):
+    """Words of `mxfp4.units` (int16) -> the values at their four places; in bfloat16 on a card 2^-126 times them."""
     if tl.bfloat16 == DTYPE and not INTERPRET:
-        return _small(code, _FROM_HIGH_E2M1 if HIGH else _FROM_LOW_E2M1)
+        return tl.inline_asm_elementwise(_E2M1, "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_BF16, is_pure=True, pack=2)
     else:
-        nibble = (code >> 4 if HIGH else code & 15).to(tl.int32)
-        bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
+        return (
+            _value(words, 15, 8, 7, 14, DTYPE),
+            _value(words, 13, 6, 5, 4, DTYPE),
+            _value(words, 9, 2, 1, 0, DTYPE),
+            _value(words, 3, 12, 11, 10, DTYPE),
+        )
+
+
+@triton.jit
+def _value(words, SIGN: tl.constexpr, HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr):
+    """Of the code whose bits lie there."""
+    word = words.to(tl.int32)
+    bits = ((word >> HIGH) & 1) << 24 | ((word >> MIDDLE) & 1) << 23 | ((word >> LOW) & 1) << 22 | ((word >> SIGN) & 1) << 31
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
 
 
 @triton.jit
@@ -249,167 +384,231 @@ def _lift(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rows(source, used, at, K: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr):
-    """Columns at … at + SPAN of the rows that start at source [ROWS]: [SPAN, ROWS]."""
+def _columns(source, used, at, K: tl.constexpr, EVEN: tl.constexpr, SPAN: tl.constexpr):
+    """Columns at … at + SPAN of the rows that start at source [ROWS]: [SPAN, ROWS], 0 outside. EVEN: none is past the end."""
     column = at + tl.arange(0, SPAN)[:, None]
-    rows = tl.load(source[None, :] + column, mask=used[None, :] & (column < K), other=0.0)
-    return _lift(rows, KIND, rows.dtype)
+    mask = used[None, :] if EVEN else used[None, :] & (column < K)
+    return tl.load(source[None, :] + column, mask=mask, other=0.0)
 
 
 @triton.jit
-def _numbers(data, row, inside, at, K: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """Weight rows `row` [TALL], columns at … at + WIDE, as stored [TALL, WIDE], or in DTYPE if plain numbers; 0 outside."""
+def _numbers(data, row, at, K: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):
+    """Weight rows `row` [TALL], columns at … at + WIDE, as stored [TALL, WIDE]; 0 past the end."""
     column = at + tl.arange(0, WIDE)[None, :]
-    number = tl.load(data + row.to(tl.int64)[:, None] * K + column, mask=inside[:, None] & (column < K), other=0)
-    return _e4m3(number, DTYPE) if KIND == _FP8 else number
+    place = data + row.to(tl.int64)[:, None] * K + column
+    return tl.load(place) if EVEN else tl.load(place, mask=column < K, other=0)
 
 
 @triton.jit
-def _int4(data, zero, row, inside, at, K: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
+def _int4(data, zero, row, at, K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
     """code - zero of weight rows `row` [TALL], columns at … at + WIDE, in DTYPE [TALL, WIDE]."""
-    code = _numbers(data, row, inside, at // 2, K // 2, _INT4, WIDE // 2, DTYPE)
-    shift = tl.load(zero + row * (K // GROUP) + at // GROUP, mask=inside, other=0).to(tl.float32)
+    code = _numbers(data, row, at // 2, K // 2, EVEN, WIDE // 2)
+    shift = tl.load(zero + row * (K // GROUP) + at // GROUP).to(tl.float32)
     both = tl.reshape(tl.join(code & 15, code >> 4), [row.shape[0], WIDE])
     return (both.to(tl.float32) - shift[:, None]).to(DTYPE)
 
 
 @triton.jit
-def _scales(scale, row, inside, at, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
-    """The scale of columns at … of each row, f32 [TALL]. An E8M0 scale is an exponent, but for its ends: none is NaN, 0 is 0."""
+def _scales(scale, row, at, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
+    """The scale of columns at … of each row, f32 [TALL]."""
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    stored = tl.load(scale + row // SCALE_ROWS * groups + at // GROUP, mask=inside, other=0)
-    return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True) if KIND == _MXFP4 else stored.to(tl.float32)
+    return tl.load(scale + row // SCALE_ROWS * groups + at // GROUP).to(tl.float32)
 
 
 @triton.jit
-def _add(
-    acc, x, high_x, data, scale, zero, row, inside, at,
-    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """acc [TALL, ROWS] + the weights' columns at … at + UNIT times x [UNIT, ROWS]; scaled where scales differ along K.
+def _power(scales, BLOCK: tl.constexpr):
+    """E8M0 scale of block BLOCK in words of four, f32. It is an exponent, but for its ends: none is NaN, 0 is 0."""
+    bits = scales << (23 - 8 * BLOCK) if BLOCK < 3 else scales >> 1
+    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
-    MXFP4: x and high_x are the columns of the low and of the high nibbles, [UNIT / 2, ROWS] each.
+
+@triton.jit
+def _unit_sums(
+    acc, source, used, data, scale, row, first, stop,
+    R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc [TALL, ROWS] + units first … stop of weight rows `row` of R in the layout of `mxfp4.units`, times the columns from source.
+
+    The loop names its stages, so that scales come through the pipeline too, which otherwise takes only what is multiplied.
     """
-    SCALED: tl.constexpr = KIND == _MXFP4 or (GROUP > 0 and GROUP < K)
-    part = tl.zeros_like(acc) if SCALED else acc
-    if KIND == _MXFP4:
-        codes = _numbers(data, row, inside, at // 2, K // 2, KIND, UNIT // 2, x.dtype)
-        part = dot(_e2m1(codes, False, x.dtype), x, part)
-        part = dot(_e2m1(codes, True, x.dtype), high_x, part)
-    elif KIND == _INT4:
-        part = dot(_int4(data, zero, row, inside, at, K, GROUP, UNIT, x.dtype), x, part)
-    else:
-        part = dot(_numbers(data, row, inside, at, K, KIND, UNIT, x.dtype), x, part)
-    if SCALED:
-        part = acc + part * _scales(scale, row, inside, at, K, KIND, GROUP, SCALE_ROWS)[:, None]
-    return part
-
-
-@triton.jit
-def _finish(
-    acc, scale, bias, row, inside,
-    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The sums with what they lack: an exponent, the scale that all of a row's columns share, the bias."""
-    acc = _lift(acc, KIND, DTYPE)
-    if GROUP >= K and KIND != _MXFP4:
-        acc = acc * _scales(scale, row, inside, 0, K, KIND, GROUP, SCALE_ROWS)[:, None]
-    if BIAS:
-        acc = acc + tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    words = data + row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
+    for unit in tl.range(first, stop, num_stages=STAGES):
+        codes = tl.load(words + unit * (R * _WORDS))
+        scales = tl.load(scale + unit * R + row)
+        values = _e2m1(codes, source.dtype.element_ty)
+        for block in tl.static_range(4):
+            rows = _columns(source, used, unit * _UNIT + block * 32, K, K % 128 == 0, 32)
+            if LIFT:
+                rows = _lift(rows, KIND, rows.dtype)
+            part = dot(values[block], rows, tl.zeros(acc.shape, tl.float32))
+            acc += part * _power(scales, block)[:, None]
     return acc
 
 
 @triton.jit
-def _expert_base(data, scale, zero, expert, numbers, PACKED: tl.constexpr, SCALES: tl.constexpr):
-    """Pointers to the expert's numbers, scales and zeros. numbers: of one expert."""
-    wide = expert.to(tl.int64)
-    return data + wide * (numbers // PACKED), scale + wide * SCALES, zero + wide * SCALES
-
-
-@triton.jit(do_not_specialize=["blocks", "limit", "alpha"])
-def _gate_up(
-    x, data, scale, zero, bias, middle, order, plan, blocks, limit, alpha,
-    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
-    KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
-    TALL: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
+def _step_sums(
+    acc, source, used, data, scale, zero, row, first, stop,
+    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr,
+    LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TALL gate rows and as many up rows, blocks). middle [pairs, N] in the order of `order`."""
-    block = tl.program_id(1)
-    expert = tl.load(plan + block)
-    if expert >= 0:
-        start = tl.load(plan + blocks + block)
-        entry = tl.arange(0, ROWS)
-        used = entry < tl.load(plan + 2 * blocks + block)
-        token = tl.load(order + start + entry, mask=used, other=0) // CHOICES
-        data, scale, zero = _expert_base(data, scale, zero, expert, 2 * N * K, PACKED, SCALES)
-        row = tl.program_id(0) * TALL + tl.arange(0, TALL)
-        inside = row < N
-        gate = tl.zeros([TALL, ROWS], tl.float32)
-        up = tl.zeros([TALL, ROWS], tl.float32)
-        source = x + token.to(tl.int64) * K
-        HALF: tl.constexpr = UNIT // 2 if KIND == _MXFP4 else 0
-        for begin in range(0, K, UNIT * UNITS):
-            for unit in tl.static_range(UNITS):
-                at = begin + unit * UNIT
-                rows = _rows(source, used, at, K, KIND, UNIT - HALF)
-                high = _rows(source, used, at + HALF, K, KIND, UNIT - HALF) if HALF else rows
-                gate = _add(gate, rows, high, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
-                up = _add(up, rows, high, data, scale, zero, row + N, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
-        own = bias + expert.to(tl.int64) * (2 * N)
-        gate = _finish(gate, scale, own, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, x.dtype.element_ty)
-        up = _finish(up, scale, own, row + N, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, x.dtype.element_ty)
-        if CUT:
-            gate = tl.where(gate > limit, limit, gate)  # NaN stays
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            active = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    """As `_unit_sums`, of the other storages, in steps of DEEP columns; scaled where scales differ along K."""
+    EVEN: tl.constexpr = K % DEEP == 0
+    SCALED: tl.constexpr = GROUP > 0 and GROUP < K
+    for step in tl.range(first, stop, num_stages=STAGES):
+        at = step * DEEP
+        if KIND == _INT4:
+            weight = _int4(data, zero, row, at, K, GROUP, EVEN, DEEP, source.dtype.element_ty)
         else:
-            active = gate / (1.0 + tl.exp(-gate)) * up
-        place = middle + (start + entry).to(tl.int64)[None, :] * N + row[:, None]
-        tl.store(place, active.to(middle.dtype.element_ty), mask=used[None, :] & inside[:, None])
+            weight = _numbers(data, row, at, K, EVEN, DEEP)
+            if KIND == _FP8:
+                weight = _e4m3(weight, source.dtype.element_ty, PACK)
+        rows = _columns(source, used, at, K, EVEN, DEEP)
+        if LIFT:
+            rows = _lift(rows, KIND, rows.dtype)
+        if SCALED:
+            part = dot(weight, rows, tl.zeros(acc.shape, tl.float32))
+            acc += part * _scales(scale, row, at, K, GROUP, SCALE_ROWS)[:, None]
+        else:
+            acc = dot(weight, rows, acc)
+    return acc
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _down(
-    middle, data, scale, zero, bias, weights, outputs, order, plan, blocks,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
-    TALL: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
+@triton.jit
+def _sums(
+    source, used, data, scale, zero, row, split, splits,
+    R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    DEEP: tl.constexpr, PACK: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TALL rows, blocks). outputs [pairs, N] f32 by pair: what the pair's expert says, times its weight."""
-    block = tl.program_id(1)
-    expert = tl.load(plan + block)
+    """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: the rows lack `_lift`."""
+    first, stop = steps(K, split, splits, DEEP)
+    acc = tl.zeros([row.shape[0], ROWS], tl.float32)
+    if KIND == _MXFP4:
+        return _unit_sums(acc, source, used, data, scale, row, first, stop, R, K, KIND, LIFT, STAGES)
+    else:
+        return _step_sums(acc, source, used, data, scale, zero, row, first, stop, K, KIND, GROUP, SCALE_ROWS, DEEP, PACK, LIFT, STAGES)
+
+
+@triton.jit
+def _finish(
+    acc, scale, bias, row,
+    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The sums with what they lack: an exponent, the scale that all of a row's columns share, the bias (a pointer)."""
+    acc = _lift(acc, KIND, DTYPE)
+    if GROUP >= K and KIND != _MXFP4:
+        acc = acc * _scales(scale, row, 0, K, GROUP, SCALE_ROWS)[:, None]
+    if BIAS:
+        acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def _activate(
+    acc, middle, scale, bias, row, tile, pair, limit, alpha,
+    N: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """From sums [2 TALL, ROWS], gate above up, to their columns of `middle`, lifted as down wants them."""
+    acc = _finish(acc, scale, bias, row, K, KIND, GROUP, SCALE_ROWS, BIAS, DTYPE)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, TALL, acc.shape[1]]), (1, 2, 0)))
+    if CUT:
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        active = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        active = gate / (1.0 + tl.exp(-gate)) * up
+    column = tile * TALL + tl.arange(0, TALL)
+    place = middle + pair.to(tl.int64)[None, :] * N + column[:, None]
+    tl.store(place, _lift(active.to(DTYPE), KIND, DTYPE), mask=(pair >= 0)[None, :] & (column < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "count", "splits", "limit", "alpha"])
+def _gate_up(
+    x, data, scale, zero, bias, middle, order, pairs, blocks, count, partial, counters, splits, limit, alpha,
+    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of TALL gate rows and as many up rows × splits, blocks). middle [pairs, N]."""
+    _await(EARLY)
+    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
     if expert >= 0:
-        start = tl.load(plan + blocks + block)
-        entry = tl.arange(0, ROWS)
-        used = entry < tl.load(plan + 2 * blocks + block)
-        data, scale, zero = _expert_base(data, scale, zero, expert, N * K, PACKED, SCALES)
-        row = tl.program_id(0) * TALL + tl.arange(0, TALL)
-        inside = row < N
-        acc = tl.zeros([TALL, ROWS], tl.float32)
-        source = middle + (start + entry).to(tl.int64) * K
-        HALF: tl.constexpr = UNIT // 2 if KIND == _MXFP4 else 0
-        for begin in range(0, K, UNIT * UNITS):
-            for unit in tl.static_range(UNITS):
-                at = begin + unit * UNIT
-                rows = _rows(source, used, at, K, KIND, UNIT - HALF)
-                high = _rows(source, used, at + HALF, K, KIND, UNIT - HALF) if HALF else rows
-                acc = _add(acc, rows, high, data, scale, zero, row, inside, at, K, KIND, GROUP, SCALE_ROWS, UNIT)
-        own = bias + expert.to(tl.int64) * N
-        acc = _finish(acc, scale, own, row, inside, K, KIND, GROUP, SCALE_ROWS, BIAS, middle.dtype.element_ty)
-        pair = tl.load(order + start + entry, mask=used, other=0)
+        tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+        wide = expert.to(tl.int64)
+        data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * (2 * N)
+        entry = tl.arange(0, 2 * TALL)
+        row = tl.minimum(tile * TALL + entry % TALL, N - 1) + entry // TALL * N
+        source = x + (tl.maximum(pair, 0) // CHOICES).to(tl.int64) * K
+        acc = _sums(
+            source, pair >= 0, data, scale, zero, row, split, splits, 2 * N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, True, STAGES
+        )
+        dtype: tl.constexpr = x.dtype.element_ty
+        if not SPLIT:
+            _activate(acc, middle, scale, bias, row, tile, pair, limit, alpha, N, K, TALL, BIAS, CUT, KIND, GROUP, SCALE_ROWS, dtype)
+        else:
+            cell = tl.program_id(1) * (tl.num_programs(0) // splits) + tile
+            if arrive(acc, partial, counters, cell, split, splits, ROWS):
+                acc = collect(acc, partial, counters, cell, splits, ROWS)
+                _activate(acc, middle, scale, bias, row, tile, pair, limit, alpha, N, K, TALL, BIAS, CUT, KIND, GROUP, SCALE_ROWS, dtype)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "count", "splits"])
+def _down(
+    middle, data, scale, zero, bias, weights, outputs, out, order, pairs, blocks, count, counters, splits,
+    CHOICES: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight. Of few
+    pairs the last program of a tile adds them up too."""
+    if not PAIRS:
+        _await(EARLY)
+    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)  # ids are older than gate|up, which has waited for them
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    column = tile * TALL + tl.arange(0, TALL)
+    row, wide = tl.minimum(column, N - 1), tl.maximum(expert, 0).to(tl.int64)
+    data, scale, zero, bias = data + wide * NUMBERS, scale + wide * SCALES, zero + wide * SCALES, bias + wide * N
+    if PAIRS and EARLY:
+        if expert >= 0:
+            first, stop = steps(K, split, splits, DEEP)
+            _send_for(data, row, first, stop, N, K, KIND, DEEP)
+        _await(EARLY)
+    if expert >= 0:
+        source, used = middle + tl.maximum(pair, 0).to(tl.int64) * K, pair >= 0
+        acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False, STAGES)
+        acc = _finish(acc, scale, bias, row, K, KIND, GROUP, SCALE_ROWS, False, middle.dtype.element_ty)
+        if BIAS:
+            acc += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
         acc = acc * tl.load(weights + pair, mask=used, other=0.0)[None, :]
-        tl.store(outputs + pair.to(tl.int64)[None, :] * N + row[:, None], acc, mask=used[None, :] & inside[:, None])
+        place = outputs + (split * pairs + pair).to(tl.int64)[None, :] * N + column[:, None]
+        tl.store(place, acc, mask=used[None, :] & (column < N)[:, None])
+    if PAIRS:
+        tl.debug_barrier()  # every thread's outputs before the one thread's release
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == blocks * splits - 1:
+            tl.store(counters + tile, 0)
+            _total(outputs, order, out, tl.arange(0, ROWS), column, pairs, count, splits, N, CHOICES)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _combine(outputs, ids, out, count, H: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr):
-    """Grid (rows, column tiles): a row's outputs added in the order of its choices; a pair without an expert wrote none."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.float32)
-    for choice in tl.static_range(CHOICES):
-        pair = token * CHOICES + choice
-        expert = tl.load(ids + pair)
-        width = tl.where((expert >= 0) & (expert < count), H, 0)
-        total += tl.load(outputs + pair * H + column, mask=column < width, other=0.0)
-    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
+@triton.jit
+def _total(outputs, ids, out, token, column, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr):
+    """A row's outputs added in the order of its choices, for rows `token` and columns `column`; a pair without an expert wrote none."""
+    total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
+    for split in range(splits):
+        for choice in tl.static_range(CHOICES):
+            pair = token * CHOICES + choice
+            expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+            place = outputs + (split * pairs + pair).to(tl.int64)[:, None] * H + column[None, :]
+            there = ((expert >= 0) & (expert < count))[:, None] & (column < H)[None, :]
+            total += tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
+    inside = (token * CHOICES < pairs)[:, None] & (column < H)[None, :]
+    tl.store(out + token.to(tl.int64)[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "splits"])
+def _combine(
+    outputs, ids, out, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, column tiles)."""
+    _await(EARLY)
+    token = tl.program_id(0) + tl.arange(0, 1)
+    _total(outputs, ids, out, token, tl.program_id(1) * TILE + tl.arange(0, TILE), pairs, count, splits, H, CHOICES)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
-from specdec.kernels.mxfp4.weight import Mxfp4Weight, unpack
+from specdec.kernels.mxfp4.units import Mxfp4Units, pack_units
+from specdec.kernels.mxfp4.weight import Mxfp4Weight
 
-ExpertWeight = Tensor | Fp8Weight | Int4Weight | Mxfp4Weight
+ExpertWeight = Tensor | Fp8Weight | Int4Weight | Mxfp4Weight | Mxfp4Units
 """E weights N × K. Every tensor of the storage has the experts as an additional first dimension, also Fp8Weight.scale:
 [E,1], [E,N] or [E,ceil(N/128),ceil(K/128)]. A plain tensor is [E,N,K]."""
 
@@ -37,7 +38,7 @@ class Experts:
     @property
     def inner(self) -> int:
         """I."""
-        return storage(self.gate_up)[0].shape[1] // 2
+        return storage(self.gate_up)[0].shape[-2] // 2
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +60,15 @@ def dense_expert(weight: ExpertWeight, expert: int) -> Tensor:
     if isinstance(weight, Tensor):
         return weight[expert].float()
     if isinstance(weight, Mxfp4Weight):
-        return unpack(Mxfp4Weight(weight.data[expert], weight.scale[expert]))
+        return Mxfp4Weight(weight.data[expert], weight.scale[expert]).dequantize()
+    if isinstance(weight, Mxfp4Units):
+        return Mxfp4Units(weight.data[expert], weight.scale[expert], weight.columns).dequantize()
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.data[expert], weight.scale[expert]).dequantize()
     return Int4Weight(weight.data[expert], weight.scale[expert], weight.zero[expert], weight.group).dequantize()
+
+
+def streamed(experts: Experts) -> Experts:
+    """The same experts as a card's kernel wants to read them: MXFP4 in units."""
+    weights = [pack_units(w) if isinstance(w, Mxfp4Weight) else w for w in (experts.gate_up, experts.down)]
+    return replace(experts, gate_up=weights[0], down=weights[1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UnsupportedCheckpoint
-from specdec.kernels.moe_experts.weight import Experts, ExpertWeight
+from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, streamed
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.decoder import Layer, MoELayer
 from specdec.layers.linear import Linear, make_linear
@@ -78,7 +78,7 @@ def _gpt_oss(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Expert
     halves = torch.cat((torch.arange(0, 2 * moe.inner, 2), torch.arange(1, 2 * moe.inner, 2)))
     gate_up_bias = _tensor(build, f"{prefix}.gate_up_proj_bias", moe.experts, 2 * moe.inner)[:, halves].to(build.device, build.dtype)
     down_bias = _tensor(build, f"{prefix}.down_proj_bias", moe.experts, hidden).to(build.device, build.dtype)
-    return Experts(
+    experts = Experts(
         _stacked(build, f"{prefix}.gate_up_proj", (moe.experts, 2 * moe.inner, hidden), halves, moe.mxfp4),
         _stacked(build, f"{prefix}.down_proj", (moe.experts, hidden, moe.inner), None, moe.mxfp4),
         gate_up_bias,
@@ -86,6 +86,7 @@ def _gpt_oss(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Expert
         limit=moe.limit,
         alpha=moe.alpha,
     )
+    return streamed(experts) if build.device.type == "cuda" else experts
 
 
 def _stacked(build: Builder, name: str, shape: tuple[int, int, int], order: Tensor | None, packed: bool) -> ExpertWeight:

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
+from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
 from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
@@ -115,16 +116,26 @@ def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
 def moe_calls() -> Iterator[tuple[Any, ...]]:
     """Arguments of moe_experts: every storage, few rows and many, the shapes of Qwen3-30B-A3B; MXFP4 with biases and cut, as GPT-OSS."""
     for kind, tokens, dtype in (
-        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4")),
+        *((kind, 4, torch.bfloat16) for kind in ("dense", "fp8 block", "int4 32", "mxfp4 units")),
         ("fp8 block", 8192, torch.bfloat16),
         ("fp8 channel", 4, torch.float16),
         ("dense", 4, torch.float32),
     ):
-        made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4", bias=kind == "mxfp4")
+        made = experts_of(KINDS[kind], 1, 2048, 768, cut=kind == "mxfp4 units", bias=kind == "mxfp4 units")
         if kind == "dense":
             made = replace(made, gate_up=made.gate_up.to(dtype), down=made.down.to(dtype))
         ids = torch.zeros(tokens, 1, dtype=torch.int32)
         yield torch.zeros(tokens, 2048, dtype=dtype), ids, torch.zeros(tokens, 1), made
+
+
+def moe_plans() -> Iterator[tuple[tuple[Any, ...], experts.Plan]]:
+    """Few rows and more of them, one product and splits, launches that begin early, tall tiles."""
+    for kind, (tokens, plan) in product(
+        ("fp8 block", "mxfp4 units"),
+        ((4, experts.Plan(8, early=True)), (72, experts.Plan(8, splits=(1, 1))), (72, experts.Plan(16, 128, 3, early=True))),
+    ):
+        x, ids = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 1, dtype=torch.int32)
+        yield (x, ids, torch.zeros(tokens, 1), experts_of(KINDS[kind], 1, 2048, 768)), plan
 
 
 if __name__ == "__main__":
@@ -138,4 +149,6 @@ if __name__ == "__main__":
         BACKENDS["coupled_verify"].fn(*args, lse=lse)
     for args in moe_calls():
         BACKENDS["moe_experts"].fn(*args)
+    for args, plan in moe_plans():
+        experts.run(*args, plan)
     print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))

@@ -11,8 +11,9 @@ import torch
 
 from specdec.kernels.moe_experts import reference, triton
 from specdec.kernels.moe_experts.cases import KINDS, experts_of, routed
-from specdec.kernels.moe_experts.weight import dense_expert, storage
-from specdec.kernels.mxfp4.weight import MAGNITUDES, pack, repack, unpack
+from specdec.kernels.moe_experts.weight import dense_expert, storage, streamed
+from specdec.kernels.mxfp4.units import PLACES, Mxfp4Units, unpack_units
+from specdec.kernels.mxfp4.weight import MAGNITUDES, Mxfp4Weight, pack, repack, unpack
 from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
@@ -26,7 +27,7 @@ def test_narrow_activations(kind: str, dtype: torch.dtype) -> None:
     if kind == "dense":
         made = replace(made, gate_up=storage(made.gate_up)[0].to(dtype), down=storage(made.down)[0].to(dtype))
     x, (ids, weights) = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype), routed(4, 2, 3)
-    if kind == "mxfp4" and dtype is torch.float16:
+    if kind.startswith("mxfp4") and dtype is torch.float16:
         assert triton.rejects(x, ids, weights, made) == "MXFP4 scales do not fit float16"
         return
     assert triton.rejects(x, ids, weights, made) is None
@@ -47,7 +48,7 @@ def test_wider_blocks(rows: int) -> None:
     expected = reference.moe_experts(x, ids, weights, made)
     call = on(DEVICE, (x, ids, weights, made))
     with poisoned():
-        found = triton._run(*call, rows).cpu()
+        found = triton.run(*call, triton.Plan(rows)).cpu()
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5 * expected.abs().max().item())
 
 
@@ -71,56 +72,102 @@ def test_experts_a_storage_cannot_be_read_in_are_refused_by_name() -> None:
 # -- the recipes in PTX, which the interpreter cannot run: executed here, instruction by instruction
 
 
-def execute(asm: str, source: int) -> int:
-    """The first output register of a recipe whose input register holds `source`. prmt, shifts, and, lop3 on 32-bit words."""
-    registers = {"$1": source, "$0": 0}
+def execute(asm: str, source: int, inputs: str) -> dict[str, int]:
+    """The registers after a recipe whose register `inputs` holds `source`. prmt, shifts, and, lop3 on 32-bit words."""
+    registers = {inputs: source}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
     def prmt(a: int, b: int, selector: int) -> int:
         joined = (a | b << 32).to_bytes(8, "little")
-        return int.from_bytes(bytes(joined[selector >> 4 * i & 7] for i in range(4)), "little")
+        picked = [(joined[selector >> 4 * i & 7], selector >> 4 * i & 8) for i in range(4)]
+        return int.from_bytes(bytes((0xFF if byte >> 7 else 0) if sign else byte for byte, sign in picked), "little")
 
     def lop3(a: int, b: int, c: int, table: int) -> int:
         return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
 
-    run: dict[str, Callable[..., int]] = {
-        "prmt": prmt,
-        "lop3": lop3,
-        "shl": lambda a, n: a << n & 0xFFFFFFFF,
-        "shr": lambda a, n: a >> n,
-        "and": lambda a, b: a & b,
-    }
-    steps = re.findall(r"(\w+)\.b32 ([^;]+);", asm.replace(".reg .b32 t, u;", ""))
-    assert len(steps) >= 4
+    run: dict[str, Callable[..., int]] = {"prmt": prmt, "lop3": lop3, "shl": lambda a, n: a << n & 0xFFFFFFFF, "and": lambda a, b: a & b}
+    steps = re.findall(r"(\w+)\.b32 ([^;]+);", re.sub(r"\.reg[^;]+;", "", asm))
+    assert len(steps) >= 3
     for name, operands in steps:
         target, *sources = (part.strip() for part in operands.split(","))
         registers[target] = run[name](*(value(s) for s in sources))
-    return registers["$0"]
+    return registers
 
 
-def two_codes(asm: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, what the recipe makes of them) in both places of a pair, the rest of the register filled with ones."""
-    first, second = torch.arange(256), torch.arange(256).flip(0)
-    words = [execute(asm, a | b << 8 | 0xFFFF0000) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
-    halves = torch.tensor([[w & 0xFFFF, w >> 16] for w in words]).to(torch.uint16).view(torch.bfloat16)
-    return torch.cat((first, second)), halves.T.flatten().double()
+def halves(word: int) -> list[int]:
+    return [word & 0xFFFF, word >> 16]
 
 
-def test_e4m3_recipe() -> None:
-    codes, found = two_codes(triton._FROM_E4M3.value)
-    numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+def bfloat16(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits).to(torch.uint16).view(torch.bfloat16).double()
+
+
+@pytest.mark.parametrize("codes", [2, 4])
+def test_e4m3_recipe(codes: int) -> None:
+    """Every code at every place beside others; the rest of the register is filled with ones."""
+    every, found = torch.arange(256), []
+    each = torch.stack([every, every.flip(0), (every + 77) % 256, (every + 130) % 256][:codes])
+    for column in each.T.tolist():
+        word = sum(code << 8 * i for i, code in enumerate(column)) | (0xFFFF0000 if codes == 2 else 0)
+        after = execute(triton.e4m3_asm(codes), word, f"${codes // 2}")
+        found.append(bfloat16([half for i in range(codes // 2) for half in halves(after[f"${i}"])]))
+    numbers = each.T.to(torch.uint8).contiguous().view(torch.float8_e4m3fn).double()
     real = ~numbers.isnan()
-    assert real.sum() == 2 * 254
-    assert torch.equal(found[real] * 2.0**120, numbers[real])
+    assert real.sum() == codes * 254
+    assert torch.equal(torch.stack(found)[real] * 2.0**120, numbers[real])
 
 
-@pytest.mark.parametrize("high", [False, True])
-def test_e2m1_recipes(high: bool) -> None:
-    codes, found = two_codes((triton._FROM_HIGH_E2M1 if high else triton._FROM_LOW_E2M1).value)
+def test_e2m1_recipe() -> None:
+    """All words of 16 bits, each in both halves of a register, beside another: what the four outputs hold is what unpacking says."""
+    words = torch.cat((torch.randint(0, 1 << 16, (2000,), generator=torch.Generator().manual_seed(0)), 1 << torch.arange(16)))
+    other = words.flip(0)
+    found = [execute(triton.E2M1_ASM, a | b << 16, "$4") for a, b in zip(words.tolist(), other.tolist(), strict=True)]
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)]).double()
-    assert torch.equal(found * 2.0**126, table[codes >> 4 if high else codes & 15])
+    for place, bits in enumerate(PLACES):
+        for half, source in enumerate((words, other)):
+            code = sum((source >> bit & 1) << (3 - i) for i, bit in enumerate(bits))
+            values = bfloat16([halves(registers[f"${place}"])[half] for registers in found])
+            assert torch.equal(values * 2.0**126, table[code])
+
+
+def test_units_keep_every_number_and_the_bits_have_one_place_each() -> None:
+    assert sorted(bit for place in PLACES for bit in place) == list(range(16))
+    for columns in (32, 64, 96, 256):
+        weight = KINDS["mxfp4"](3, 40, columns, 1)
+        [units] = [streamed(replace(experts_of(KINDS["dense"], 3, 32, 32), gate_up=weight)).gate_up]
+        assert isinstance(units, Mxfp4Units) and units.shape == weight.shape and units.nbytes > 0
+        back = unpack_units(units)
+        assert torch.equal(back.data, weight.data) and torch.equal(back.scale, weight.scale)
+        assert torch.equal(units.dequantize(), unpack(weight))
+
+
+# -- how a call is cut into launches changes nothing but the order of sums
+
+
+@pytest.mark.parametrize("kind", ["fp8 block", "mxfp4 units"])
+@pytest.mark.parametrize("change", [{"splits": (2, 2)}, {"splits": (3, 1), "features": 128, "early": True}])
+@pytest.mark.parametrize("rows", [3, 9])
+def test_plans_agree(kind: str, change: dict[str, object], rows: int) -> None:
+    """Splits, which leave sums to whoever comes last, taller tiles, other blocks; 3 rows find their experts alone, 9 are sorted."""
+    made = experts_of(KINDS[kind], 3, 384, 160, cut=True, bias=True)
+    x, (ids, weights) = torch.randn(rows, 384, generator=torch.Generator().manual_seed(0)), routed(rows, 2, 3)
+    ids[1, 0] = -1
+    expected = reference.moe_experts(x, ids, weights, made)
+    call = on(DEVICE, (x, ids, weights, made))
+    with poisoned():
+        found = [triton.run(*call, replace(triton.Plan(8), **change)).cpu() for _ in range(2)]  # the second finds the counters as left
+    torch.testing.assert_close(found[0], expected, rtol=0.0, atol=2e-5 * expected.abs().max().item())
+    assert torch.equal(found[0], found[1])
+
+
+def test_fixed_bits_do_not_depend_on_how_rows_find_their_experts() -> None:
+    made = experts_of(KINDS["mxfp4 units"], 3, 128, 64, bias=True)
+    x, (ids, weights) = torch.randn(20, 128, generator=torch.Generator().manual_seed(0)), routed(20, 2, 3)
+    together = triton.moe_experts_fixed(*on(DEVICE, (x, ids, weights, made))).cpu()
+    alone = triton.moe_experts_fixed(*on(DEVICE, (x[:4], ids[:4], weights[:4], made))).cpu()
+    assert torch.equal(together[:4], alone)
 
 
 def test_mxfp4_rounds_to_the_nearest_number() -> None:
@@ -135,7 +182,7 @@ def test_mxfp4_rounds_to_the_nearest_number() -> None:
     torch.testing.assert_close((unpack(packed) - x).abs(), nearest, rtol=0.0, atol=1e-7)
 
 
-def storage_of(seed: int) -> object:
+def storage_of(seed: int) -> Mxfp4Weight:
     """One expert, blocks of which each uses its largest number, so that `pack` finds the same scale."""
     weight = KINDS["mxfp4"](1, 4, 64, seed)
     weight.data[..., ::16] = 0x77
@@ -145,7 +192,7 @@ def storage_of(seed: int) -> object:
 def test_repacking_keeps_every_number() -> None:
     blocks = torch.randint(0, 256, (2, 3, 2, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scale = torch.full((2, 3, 2), 127, dtype=torch.uint8)
-    found = unpack(type(storage_of(0))(repack(blocks), scale))
+    found = unpack(Mxfp4Weight(repack(blocks), scale))
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
     for column in range(64):
         nibble = blocks[:, :, column // 32, column % 32 // 2] >> 4 * (column % 2) & 15
