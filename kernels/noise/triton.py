@@ -73,11 +73,10 @@ def _philox(c0, c1, c2, c3, k0, k1):
     c1 = c1 + tl.zeros_like(c0)
     c2 = c2 + tl.zeros_like(c0)
     c3 = c3 + tl.zeros_like(c0)
-    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
-    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
-    for _ in tl.static_range(10):
-        high_a, low_a = tl.umulhi(c0, a), c0 * a
-        high_b, low_b = tl.umulhi(c2, b), c2 * b
+    for _ in tl.static_range(10):  # one wide multiplication gives both halves of a product
+        product_a, product_b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        high_a, low_a = (product_a >> 32).to(tl.uint32), product_a.to(tl.uint32)
+        high_b, low_b = (product_b >> 32).to(tl.uint32), product_b.to(tl.uint32)
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
         k0 = k0 + tl.full([], 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full([], 0xBB67AE85, tl.uint32)

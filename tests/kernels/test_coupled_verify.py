@@ -1,4 +1,4 @@
-"""What `coupled_verify` rests on beside the matrix: how far the rough noise is off, and many tiles, of which most are skipped."""
+"""What `coupled_verify` rests on beside the matrix: how far the rough noise is off, many tiles, windows of rows, and doubts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,20 @@ def test_rough_noise_is_as_near_as_the_slack_says() -> None:
     assert (out.cpu().double() - exact).abs().max().item() < kernel._SLACK.value / 4
 
 
-@pytest.mark.parametrize("scale", [0.2, 3.0, 12.0])
-def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """Small scales leave no tile to skip, large ones nearly all of them."""
-    monkeypatch.setattr(kernel, "_TILE", 64)
-    monkeypatch.setattr(kernel, "_PROGRAMS", 2)  # so that rows share programs on a card too
+def _small_tiles(monkeypatch: pytest.MonkeyPatch, members: int = 1) -> None:
+    monkeypatch.setattr(kernel, "_shape", lambda rows, vocab, noise: (64, members))
+
+
+@pytest.mark.parametrize("slack", [None, 1.0, 100.0])
+@pytest.mark.parametrize("scale", [0.2, 3.0])
+def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPatch, scale: float, slack: float | None) -> None:
+    """A large slack leaves doubts: between the ids of a tile, and of all tiles."""
+    _small_tiles(monkeypatch, 4)
+    monkeypatch.setattr(kernel, "_EXACT", 32)
+    if slack is not None:
+        if DEVICE != "cpu":
+            pytest.skip("a compiled kernel keeps its constants")
+        monkeypatch.setattr(kernel, "_SLACK", tl.constexpr(slack))
     rows, vocab = 7, 700
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * scale
     index = torch.arange(rows)
@@ -47,7 +56,7 @@ def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPa
 
 
 def test_ties_between_tiles_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_TILE", 64)
+    _small_tiles(monkeypatch)
     logits = torch.zeros(1, 300, device=DEVICE)
     logits[0, [250, 140, 70]] = 1.0
     unused = torch.zeros(1, dtype=torch.int64, device=DEVICE)
