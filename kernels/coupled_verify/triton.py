@@ -75,8 +75,8 @@ def coupled_verify(
     _verify[(tiles, chunks)](
         logits, *keys, scratch, ids, counters_of(chunks, device), token, token if mass is None else mass,
         purpose, vocab, rows, logits.stride(0),
-        NOISE=noisy is not None, LSE=lse, TILE=tile, MEMBERS=members, WINDOW=_WINDOW, TILES=triton.next_power_of_2(tiles), EXACT=min(_EXACT, tile),
-        maxnreg=128 if members > 1 else None,
+        NOISE=noisy is not None, LSE=lse, TILE=tile, MEMBERS=members, WINDOW=_WINDOW, TILES=triton.next_power_of_2(tiles),
+        EXACT=min(_EXACT, tile), maxnreg=128 if members > 1 else None,
     )  # fmt: skip
     return token, mass
 
@@ -169,7 +169,7 @@ def _verify(
             beyond = tl.load(logits + then.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
         temperature = tl.load(temperatures + row)
         exact = temperature == 1.0  # and no noise
-        if NOISE:  # noqa: SIM102 - one is known to the compiler, the other not
+        if NOISE:
             if tl.load(noisy + row) != 0:
                 exact = False
                 seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
