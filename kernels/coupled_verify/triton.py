@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.noise.triton import gumbel, words
+from specdec.kernels.noise.triton import gumbel, log2, words
 from specdec.kernels.triton_common import INTERPRET, INTERPRETED
 from specdec.kernels.triton_gemm import _counters as counters_of
 
@@ -82,21 +82,12 @@ def coupled_verify(
 
 
 @triton.jit
-def _log2(x):
-    """Of a normal number, good to 2**-22: absolute between a half and two, elsewhere relative."""
-    if INTERPRET:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def rough_gumbel(word):
     """g of a uint32 word within _SLACK. E = -log(1 - u) is a short series where 1 - u would round too much of u away."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     rest = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     series = u * (1.0 + u * (0.5 + u * 0.3333333333333333))
-    return _log2(tl.where(u < 0.015625, series, _log2(rest) * -0.6931471805599453)) * -0.6931471805599453
+    return log2(tl.where(u < 0.015625, series, log2(rest) * -0.6931471805599453)) * -0.6931471805599453
 
 
 @triton.jit

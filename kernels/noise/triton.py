@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import INTERPRETED
+from specdec.kernels.triton_common import INTERPRET, INTERPRETED
 
 _TILE = 16384 if INTERPRETED else 1024  # in the interpreter a tile costs the same, however wide
 MOST = tl.constexpr(22.88)
@@ -95,6 +95,28 @@ def gumbel(word):
     """g of a uint32 word, float64 rounded once."""
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
+
+
+@triton.jit
+def log2(x):
+    """Of a normal number by the hardware, good to 2**-22: absolute between a half and two, elsewhere relative."""
+    if INTERPRET:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def near_gumbel(word):
+    """g of a uint32 word in float32 alone, within 3e-6 of 1 or |g|, the larger: for races that decide nothing but a draft.
+
+    E = -log(1 - u) is a series below 1/8, where 1 - u would round too much of u away.
+    """
+    u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    rest = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    tail = 0.25 + u * (0.2 + u * (0.16666666666666666 + u * (0.14285714285714285 + u * 0.125)))
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * tail)))
+    return log2(tl.where(u < 0.125, series, log2(rest) * -0.6931471805599453)) * -0.6931471805599453
 
 
 @triton.jit(do_not_specialize=["purpose", "width"])
