@@ -76,7 +76,7 @@ def coupled_verify(
         logits, *keys, scratch, ids, counters_of(chunks, device), token, token if mass is None else mass,
         purpose, vocab, rows, logits.stride(0),
         NOISE=noisy is not None, LSE=lse, TILE=tile, MEMBERS=members, WINDOW=_WINDOW, TILES=triton.next_power_of_2(tiles),
-        EXACT=min(_EXACT, tile), maxnreg=128 if members > 1 else None,
+        EXACT=min(_EXACT, tile), maxnreg=128 if members > 1 else 64,
     )  # fmt: skip
     return token, mass
 
@@ -161,9 +161,10 @@ def _verify(
         temperature = tl.load(temperatures + row)
         exact = temperature == 1.0  # and no noise
         if NOISE:
-            if tl.load(noisy + row) != 0:
-                exact = False
-                seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
+            mine = tl.load(noisy + row) != 0
+            seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
+            exact = exact & (mine == 0)
+            if mine:
                 if not (made & (seed == seed_made) & (position == position_made) & (choice == choice_made)):
                     noise = rough_gumbel(_tile_words(first, seed, position, choice, purpose, TILE))
                     made = True
