@@ -147,12 +147,14 @@ def _verify(
     noise = tl.zeros([TILE], tl.float32)
     made = False
     seed_made, position_made, choice_made = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    count = tl.minimum(MEMBERS, rows - start)
-    row, after = _pick(members, 0), _pick(members, tl.minimum(1, count - 1))
+    count = tl.minimum(MEMBERS, rows - start) if MEMBERS > 1 else 1
+    row = _pick(members, 0)
     x = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
-    ahead = x
-    if count > 1:
-        ahead = tl.load(logits + after.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
+    after, ahead = row, x
+    if MEMBERS > 1:  # noqa: SIM102 - one is known to the compiler, the other not
+        if count > 1:
+            after = _pick(members, 1)
+            ahead = tl.load(logits + after.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
     for i in range(count):
         then, beyond = after, ahead
         if i + 2 < count:

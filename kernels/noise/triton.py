@@ -138,7 +138,7 @@ def _named_draws(out, seeds, positions, choices, ids, purpose, width, ids_row, G
     tl.store(out + row.to(tl.int64) * width + column, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["purpose", "vocab", "share"])
+@triton.jit(do_not_specialize=["purpose", "share"])  # a vocabulary of many fours is read in fours
 def _noisy_argmax(scores, seeds, positions, choices, noisy, best_out, index_out, purpose, vocab, scores_row, share, TILE: tl.constexpr):
     """Grid (rows, parts): best sum and its lowest id in `share` tiles of one row."""
     row = tl.program_id(0)
