@@ -3,7 +3,7 @@
 The product of R rows with 32,000 × 4096 weights in bf16 is 262 MB, 62 µs at 4.2 TB/s, so all rows share a tile of the weight (128
 rows of it, on the wide side of the tensor core, as in `triton_gemm`) up to 128 of them; each result is the same sequence of tensor-core
 steps however many rows there are. A program stores its scores, 128 kB for a row of all of them against those 262 MB, and goes over
-them again 8 rows at a time: all programs end together and nothing is read meanwhile, so rows that are not there should cost nothing.
+them again two rows a warp at a time: all programs end together, with nothing left to read, so absent rows should cost nothing.
 The noise is float32 (`near_gumbel`): a draft's race is as good as its logits, whose sums are float32 too.
 
 The best WIDTH of a row lie in the WIDTH parts of 64 tokens that have the best tops, equals by rising id. So the merging program
@@ -22,7 +22,6 @@ from specdec.kernels.noise.triton import near_gumbel, words
 from specdec.kernels.triton_common import dot
 
 _PART = 64  # tokens of which the best and the sums are kept
-_CHUNK = 8  # rows raced at a time
 _STAGED = 110 << 10  # bytes of shared memory that stages may take: of a multiprocessor's two programs each
 _NONE = tl.constexpr(-(2**31))  # below every ordered float
 _MOST = 64  # candidates a row
@@ -79,7 +78,7 @@ def draft_topk(
     table = target_ids if mapped else seeds
     _race[(triton.cdiv(rows, row_tile), triton.cdiv(vocab, columns))](
         hidden, weight, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, vocab, parts,
-        DEPTH=depth, NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=_CHUNK, COLUMNS=columns, PART=_PART, STEP=step,
+        DEPTH=depth, NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=2 * warps, COLUMNS=columns, PART=_PART, STEP=step,
         EVEN=depth % step == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     slots = triton.next_power_of_2(width)
