@@ -37,14 +37,17 @@ def rejects(logits: Tensor, *_: object, **__: object) -> str | None:
     return None if logits.dtype is torch.float32 and logits.stride(1) == 1 else "logits must be float32 with dense rows"
 
 
-def _shape(rows: int, vocab: int, noise: bool) -> tuple[int, int]:
-    """(ids of a tile, rows of a program): some 500 programs with noise, which is work for all lanes, else about 2,000."""
+def _shape(rows: int, vocab: int, noise: bool, lse: bool) -> tuple[int, int]:
+    """(ids of a tile, rows of a program): some 500 programs with noise, which is work for all lanes, else about 2,000.
+
+    The bits of a log-sum-exp depend on the tile, so there it is the same for any rows.
+    """
     if INTERPRETED:  # a tile costs the same, however wide
         return 16384, min(_MEMBERS, triton.next_power_of_2(rows)) if noise else 1
-    if rows < 8:
+    if rows < 8 and not lse:
         return 1024, 1
     if not noise:
-        return 4096, 1
+        return 2048 if lse else 4096, 1
     return 2048, max(1, min(_MEMBERS, triton.next_power_of_2(rows * triton.cdiv(vocab, 2048) // 500 + 1) // 2))
 
 
@@ -66,7 +69,7 @@ def coupled_verify(
     mass = torch.empty(rows, dtype=torch.float32, device=device) if lse else None
     if rows == 0:
         return token, mass
-    tile, members = shape or _shape(rows, vocab, noisy is not None)
+    tile, members = shape or _shape(rows, vocab, noisy is not None, lse)
     tile = min(tile, max(16, triton.next_power_of_2(vocab)))
     tiles, chunks = triton.cdiv(vocab, tile), triton.cdiv(rows, members)
     scratch = torch.empty(3 if lse else 1, rows, tiles, dtype=torch.float32, device=device)
@@ -197,7 +200,7 @@ def _verify(
     if tl.atomic_add(counters + tl.program_id(1), 1, sem="acq_rel") == tiles - 1:
         tl.store(counters + tl.program_id(1), 0)  # as it was found
         if LSE:
-            _sum_up(scratch + plane, masses, members, start, count, tiles, plane, MEMBERS, TILES)
+            _sum_up(scratch + plane, masses, members, start, count, tiles, plane, TILES)
         _settle(
             logits, temperatures, seeds, positions, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
             members, start, count, tiles, NOISE, TILE, MEMBERS, TILES, EXACT,
@@ -205,18 +208,18 @@ def _verify(
 
 
 @triton.jit
-def _sum_up(peaks, masses, members, start, count, tiles, plane, MEMBERS: tl.constexpr, TILES: tl.constexpr):
-    """The log-sum-exp of the members from that of their tiles."""
-    member, slot = tl.arange(0, MEMBERS), tl.arange(0, TILES)
-    there = (member < count)[:, None] & (slot < tiles)[None, :]
-    own = (start + member).to(tl.int64)[:, None] * tiles + slot[None, :]
-    peak = tl.load(peaks + own, mask=there, other=float("-inf"), cache_modifier=".cg")
-    mass = tl.load(peaks + plane + own, mask=there, other=0.0, cache_modifier=".cg")
-    top = tl.max(peak, 1)
-    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = tl.sum(mass * tl.exp(tl.where(tl.abs(peak) == float("inf"), 0.0, peak) - shift[:, None]), 1)
-    result = tl.where(total > 0.0, tl.log(tl.maximum(total, 1e-30)) + shift, float("-inf"))
-    tl.store(masses + members, result, mask=member < count)
+def _sum_up(peaks, masses, members, start, count, tiles, plane, TILES: tl.constexpr):
+    """The log-sum-exp of the members from that of their tiles, one by one: in an order that does not depend on how many there are."""
+    slot = tl.arange(0, TILES)
+    for i in range(count):
+        own = (start + i).to(tl.int64) * tiles + slot
+        peak = tl.load(peaks + own, mask=slot < tiles, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(peaks + plane + own, mask=slot < tiles, other=0.0, cache_modifier=".cg")
+        top = tl.max(peak, 0)
+        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        total = tl.sum(mass * tl.exp(tl.where(tl.abs(peak) == float("inf"), 0.0, peak) - shift), 0)
+        result = tl.where(total > 0.0, tl.log(tl.maximum(total, 1e-30)) + shift, float("-inf"))
+        tl.store(masses + _pick(members, i), result)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def test_float32_noise_is_as_near_as_it_says(rough: bool) -> None:
 
 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch, members: int = 1) -> None:
-    monkeypatch.setattr(kernel, "_shape", lambda rows, vocab, noise: (64, members))
+    monkeypatch.setattr(kernel, "_shape", lambda rows, vocab, noise, lse: (64, members))
 
 
 @pytest.mark.parametrize("slack", [None, 1.0, 100.0])
