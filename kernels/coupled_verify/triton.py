@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.noise.triton import gumbel, log2, words
-from specdec.kernels.triton_common import INTERPRET, INTERPRETED
+from specdec.kernels.triton_common import INTERPRETED
 from specdec.kernels.triton_gemm import _counters as counters_of
 
 _MEMBERS = 8  # rows of a program at most: beyond that, sharing noise saves less than more programs do
@@ -120,8 +120,8 @@ def _members(seeds, positions, choices, start, rows, NOISE: tl.constexpr, MEMBER
         mixed += tl.load(choices + row, mask=inside, other=0).to(tl.uint32) * 0x85EBCA77
         mixed += seed.to(tl.uint32) * 0xC2B2AE3D + (seed >> 32).to(tl.uint32) * 0xA7D4EB2F
         code = tl.where(inside, (mixed >> 8).to(tl.int32), 1 << 24) * WINDOW + tl.arange(0, WINDOW)
-        if not INTERPRET:  # else Triton has every thread load and mix the keys of a column, to save an exchange of the codes
-            code = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], dtype=tl.int32, is_pure=False, pack=1)
+        # A sum that changes nothing: Triton repeats any other way to the codes in every layout that it wants them in, 99 loads a thread.
+        code = tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, code[:, None], 0), 1)
         rank = tl.sum((code[:, None] < code[None, :]).to(tl.int32), 0)  # down the columns, which threads do by themselves
         place = start % WINDOW + tl.arange(0, MEMBERS)
         return tl.sum(tl.where(rank[:, None] == place[None, :], row[:, None], 0), 0)
