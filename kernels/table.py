@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
+from specdec.kernels.coupled_verify import cpu as verify_cpu
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.cuda_library import missing as missing_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
@@ -133,9 +134,11 @@ def _register(
     return op
 
 
-def _beside_triton(name: str, reference: Callable[..., Any]) -> Op:
-    """Op `name` for the GPU: Triton, the reference. On the CPU something else does its work, or nothing needs it."""
+def _beside_triton(name: str, reference: Callable[..., Any], *cpu: Backend) -> Op:
+    """Op `name` for the GPU: Triton, the reference; and `cpu`, where nothing else does its work there."""
     op = TABLE.op(name)
+    for backend in cpu:
+        op.add(backend)
     op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=WHY_NO_TRITON)))
     op.add(Backend("reference", reference))
     return op
@@ -162,7 +165,9 @@ _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
-_beside_triton("coupled_verify", verify_reference.coupled_verify)
+_ARGMAX = COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax)
+_VERIFY_CPU = Backend("cpu", verify_cpu.with_argmax(_ARGMAX), ("cpu",), _first_not_f32, missing=WHY_NOT)
+_beside_triton("coupled_verify", verify_reference.coupled_verify, _VERIFY_CPU)
 _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
 _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
 _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)

@@ -116,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         choices = {"dtype": DTYPE_CHOICES, "kv_dtype": (*DTYPE_CHOICES, "fp8")}.get(name)
         engine.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, help=text)
     engine.add_argument("--deterministic", action="store_true", help="bit-identical output whatever the batch and the drafts")
+    engine.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: slower at few rows, less memory")
     engine.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse the KV of equal prefixes"
     )
@@ -134,7 +135,7 @@ def speculation(args: argparse.Namespace) -> SpecConfig:
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `LLM`. ConfigError for what can be refused without loading anything."""
     given = {name: value for name, _, _ in _ENGINE_FLAGS if (value := getattr(args, name)) is not None}
-    flags = {"deterministic": args.deterministic, "enable_prefix_caching": args.enable_prefix_caching}
+    flags = {"deterministic": args.deterministic, "enforce_eager": args.enforce_eager, "enable_prefix_caching": args.enable_prefix_caching}
     options = {"model": args.model, "speculation": speculation(args)} | flags | given
     EngineConfig(**options)
     return options

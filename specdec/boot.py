@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
+from specdec.runner.graphs import CudaRecorder, Recorder
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
@@ -116,7 +118,8 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
     scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads))
     taps = taps_of(heads.values())
-    runner = ModelRunner(loaded.model, kv, device, taps=taps)
+    recorder = _recorder(config, device)
+    runner = ModelRunner(loaded.model, kv, device, taps=taps, recorder=recorder, blocks=scheduler.tables.tensor.shape[2])
     context = DrafterContext(
         config=spec,
         vocab_size=loaded.config.vocab_size,
@@ -131,6 +134,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         heads=heads,
         taps=taps,
         tables=scheduler.tables.tensor,
+        recorder=recorder,
     )
     proposers = create_for(context)
     return Parts(
@@ -156,6 +160,13 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),
     )
+
+
+def _recorder(config: EngineConfig, device: torch.device) -> Callable[[], Recorder] | None:
+    """Passes are recorded where the ops are kernels of ours, which ask nothing of the host; the references do."""
+    if device.type != "cuda" or config.enforce_eager or ops.WHY_NO_TRITON is not None:
+        return None
+    return partial(CudaRecorder, device)
 
 
 def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:

@@ -236,6 +236,7 @@ class EngineConfig:
     num_kv_blocks: None sizes the pool from `kv_cache_bytes`, or on CUDA from `gpu_memory_utilization`.
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
+    enforce_eager: no CUDA graphs: every kernel of a pass is launched by itself, slowly; saves their memory.
     max_queue: unfinished sequences beyond those that can run before `QueueFull` (see `admission`); None = any number (offline use).
     """
 
@@ -255,6 +256,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    enforce_eager: bool = False
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     seed: int = 0
@@ -277,7 +279,7 @@ class EngineConfig:
         check.require(ok, f"model must be a known name, a path or a hub id, got {self.model!r}", "model", ConfigError)
         kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
             "speculation": (SpecConfig, "a SpecConfig (see SpecConfig.of)"),
-            **dict.fromkeys(("enable_prefix_caching", "deterministic", "trace"), (bool, "True or False")),
+            **dict.fromkeys(("enable_prefix_caching", "deterministic", "enforce_eager", "trace"), (bool, "True or False")),
             **dict.fromkeys(("device", "dtype", "kv_dtype"), (str, "a string")),
             "quantization": ((str, type(None)), "a string or None"),
         }

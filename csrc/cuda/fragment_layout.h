@@ -139,6 +139,7 @@ struct Work {
   SPECDEC_BOTH constexpr int owner(int unit) const { return int((int64_t(unit + 1) * ctas - 1) / units()); }
   SPECDEC_BOTH constexpr int first_owner(int tile) const { return owner(tile * blocks()); }
   SPECDEC_BOTH constexpr int last_owner(int tile) const { return owner((tile + 1) * blocks() - 1); }
+  SPECDEC_BOTH constexpr int owners(int tile) const { return last_owner(tile) - first_owner(tile) + 1; }
   // Partial sums of a tile that several CTAs share. A CTA shares at most two tiles, its first (slot 2c) and its last (2c + 1).
   SPECDEC_BOTH constexpr int slot(int cta, int tile) const { return 2 * cta + (first_unit(cta) / blocks() != tile); }
 };

@@ -16,8 +16,9 @@
 // inside a CTA's share of the tile, lower half plus upper half, shares by rising column. The shares follow from N, K and the number of CTAs
 // (the card's SMs) alone. Hence the bits of a row depend on that row, the weight and the card, not on the other rows or their number.
 //
-// Shared tiles. The CTAs that share a tile write their sums to `partial` and count themselves in `arrived`; the last one adds them up in
-// the order above and writes y. Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero
+// Shared tiles. The CTAs that share a tile write their sums to `partial` and, when all their units are done, count themselves in `arrived`;
+// the last one adds them up in the order above and writes y. Not earlier, because a fence waits for the copies in flight: between two
+// tiles it cost the pipeline 5 us. Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero
 // before and after each launch. One launch at a time may use an `arrived`.
 #pragma once
 
@@ -128,7 +129,8 @@ struct Kernel {
   SPECDEC_DEVICE Kernel(const Call& call, char* shared, int thread, int cta, int ctas)
       : call(call), shared(shared), thread(thread), cta(cta), work{call.N, call.K, ctas} {}
 
-  // Units in order, `stages - 1` of them in flight; at the end of every tile (or of the CTA's share of it) its sums are disposed of.
+  // Units in order, `stages - 1` of them in flight; at the end of every tile (or of the CTA's share of it) its sums are disposed of, and
+  // at the very end the tiles that the CTA shares.
   SPECDEC_DEVICE void run() const {
     const int begin = work.first_unit(cta), end = work.first_unit(cta + 1), stages = call.stages;
     const uint64_t policy = evict_first();
@@ -165,6 +167,7 @@ struct Kernel {
       if (!Weight::GROUPED && call.block_scale != nullptr) scale(sums, current);
       dispose(sums, tile);
     }
+    combine(begin / work.blocks(), (end - 1) / work.blocks());
   }
 
   // Exactly the copies of the oldest of stages - 1 groups must have landed.
@@ -180,6 +183,7 @@ struct Kernel {
 
   // Copies a unit into stage `stage`: each thread the vectors that it will read itself, and all together the tokens' columns.
   SPECDEC_DEVICE void load(const Cursor& unit, int stage, uint64_t policy) const {
+    stage = in_a_register(stage);
     const int own = unit.tile * STRIPS + strip;
     if (own < work.strips()) {
       const uint4* from = call.codes + first_vector(own, unit.block, unit.blocks, half, VECTORS, lane);
@@ -225,7 +229,7 @@ struct Kernel {
     const uint4 *codes = weights(stage), *x = tokens(stage);
     Weight weight;
     weight.take_groups(groups(stage), lane);
-#pragma unroll(TOKEN_TILES < 6 ? 2 : 1)  // both at once would spill where a thread holds 96 or 128 sums
+#pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
       if (Weight::GROUPED && pair > 0 && call.group < 64) weight.take_groups(groups(stage) + GROUP_VECTORS, lane);
       uint32_t right[TOKEN_TILES][4];
@@ -247,12 +251,12 @@ struct Kernel {
     }
   }
 
-  // The sums of tile `tile`, or of this CTA's share of it, are complete.
+  // The sums of tile `tile`, or of this CTA's share of it, are complete: they become y, or are left in `partial`.
   SPECDEC_DEVICE void dispose(Sums<TOKEN_TILES>& sums, int tile) const {
     join_halves(sums);
-    if (work.first_owner(tile) != work.last_owner(tile)) return combine(sums, tile);
     const int own = tile * STRIPS + strip;
-    if (half == 0 && own < work.strips()) write<TOKEN_TILES>(sums, own, 0, TOKEN_TILES);
+    if (half != 0 || own >= work.strips()) return;
+    work.owners(tile) == 1 ? write<TOKEN_TILES>(sums, Factors(call, own, lane), own, 0, TOKEN_TILES) : leave(sums, tile);
   }
 
   // The lower half's warps add the upper half's sums to their own, two token tiles at a time: the stages stay in flight meanwhile.
@@ -278,19 +282,23 @@ struct Kernel {
     }
   }
 
-  // Publishes this CTA's share of a tile; the CTA that comes last adds up all shares, by rising column, and writes.
-  SPECDEC_DEVICE void combine(const Sums<TOKEN_TILES>& sums, int tile) const {
-    const int first = work.first_owner(tile), last = work.last_owner(tile), own = tile * STRIPS + strip;
-    const bool real = own < work.strips();
-    if (half == 0 && real) {
-      float4* to = reinterpret_cast<float4*>(call.partial);
+  SPECDEC_DEVICE void leave(const Sums<TOKEN_TILES>& sums, int tile) const {
+    float4* to = reinterpret_cast<float4*>(call.partial);
 #pragma unroll
-      for (int j = 0; j < CHANNEL_TILES; j++)
+    for (int j = 0; j < CHANNEL_TILES; j++)
 #pragma unroll
-        for (int t = 0; t < TOKEN_TILES; t++) to[partial_vector(work.slot(cta, tile), strip, j, t, TOKEN_TILES, lane)] = pack(sums[j][t]);
-    }
-    int* flag = reinterpret_cast<int*>(shared + call.stages * STAGE);
-    if (arrives_last(call.arrived + tile, last - first + 1, flag, thread) && real) add_shares_apart(call, thread, work.ctas, tile);
+      for (int t = 0; t < TOKEN_TILES; t++) to[partial_vector(work.slot(cta, tile), strip, j, t, TOKEN_TILES, lane)] = pack(sums[j][t]);
+  }
+
+  // Publishes the shares that were left of the CTA's first and last tile; of each tile the CTA that comes last adds up all shares, by
+  // rising column, and writes.
+  SPECDEC_DEVICE void combine(int first, int last) const {
+    int* flags = reinterpret_cast<int*>(shared + call.stages * STAGE);
+    const int tile = thread == 0 ? first : last;
+    const bool counts = thread == 0 || (thread == 1 && last != first);
+    arrive(call.arrived + tile, counts ? work.owners(tile) : 0, flags, thread);
+    if (flags[0] && first * STRIPS + strip < work.strips()) add_shares_apart(call, thread, work.ctas, first);
+    if (flags[1] && last * STRIPS + strip < work.strips()) add_shares_apart(call, thread, work.ctas, last);
   }
 
   // A function of its own, so that its registers are not added to those of the loop over units.
@@ -301,6 +309,7 @@ struct Kernel {
   // The warps of both halves take half the token tiles each, TILES at a time. Several shares are on their way together: this is latency.
   SPECDEC_DEVICE void add_shares(int tile) const {
     const int first = work.first_owner(tile), last = work.last_owner(tile);
+    const Factors factors(call, tile * STRIPS + strip, lane);  // on their way together with the shares
     constexpr int HALF = ceil_div(TOKEN_TILES, HALVES), TILES = HALF < 2 ? HALF : 2, AHEAD = 4 / TILES;
     const int stop = half == 0 ? HALF : TOKEN_TILES;
 #pragma unroll 1
@@ -316,7 +325,7 @@ struct Kernel {
         for (int a = 0; a < AHEAD; a++)
           if (begin + a <= last) add_share(sums, shares[a], begin + a == first);
       }
-      write<TILES>(sums, tile * STRIPS + strip, token_tile, stop);
+      write<TILES>(sums, factors, tile * STRIPS + strip, token_tile, stop);
     }
   }
 
@@ -340,13 +349,19 @@ struct Kernel {
       for (int t = 0; t < TILES; t++) first ? set(sums[j][t], share[j][t]) : add(sums[j][t], share[j][t]);
   }
 
+  // Scales of the 8 neighbouring channels of strip `own` that a lane holds sums of.
+  struct Factors {
+    float at[2 * CHANNEL_TILES];
+    SPECDEC_DEVICE Factors(const Call& call, int own, int lane) {
+#pragma unroll
+      for (int i = 0; i < 2 * CHANNEL_TILES; i++) at[i] = Weight::GROUPED ? 1.0f : call.channel_scale[first_channel(own, lane) + i];
+    }
+  };
+  static SPECDEC_DEVICE int first_channel(int own, int lane) { return own * STRIP + channel_in_strip(0, lane / 4); }
+
   // Token tiles from `first` on, before `stop`, of strip `own` of the weight: sums times the channels' scales, rounded, 16 bytes a store.
   template <int TILES>
-  SPECDEC_DEVICE void write(const Sums<TILES>& sums, int own, int first, int stop) const {
-    const int channel = own * STRIP + channel_in_strip(0, lane / 4);  // the first of 8
-    float factor[2 * CHANNEL_TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * CHANNEL_TILES; i++) factor[i] = Weight::GROUPED ? 1.0f : call.channel_scale[channel + i];
+  SPECDEC_DEVICE void write(const Sums<TILES>& sums, const Factors& factors, int own, int first, int stop) const {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -356,8 +371,8 @@ struct Kernel {
         uint32_t y[CHANNEL_TILES];
 #pragma unroll
         for (int j = 0; j < CHANNEL_TILES; j++)
-          y[j] = round_pair(times(sums[j][t][e], factor[2 * j]), times(sums[j][t][e + 2], factor[2 * j + 1]), Number());
-        char* to = static_cast<char*>(call.y) + (int64_t(token) * call.N + channel) * 2;
+          y[j] = round_pair(times(sums[j][t][e], factors.at[2 * j]), times(sums[j][t][e + 2], factors.at[2 * j + 1]), Number());
+        char* to = static_cast<char*>(call.y) + (int64_t(token) * call.N + first_channel(own, lane)) * 2;
         *reinterpret_cast<uint4*>(to) = make_uint4(y[0], y[1], y[2], y[3]);
       }
   }

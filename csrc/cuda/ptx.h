@@ -11,6 +11,13 @@ namespace specdec {
 
 SPECDEC_DEVICE uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
+// `value`, of which the compiler no longer knows that all lanes hold the same. ptxas 13.0 writes addresses that are uniform but for the lane
+// with uniform registers that it never sets ([R15+UR0], desc[UR1]), and the card stops with an illegal instruction.
+SPECDEC_DEVICE int in_a_register(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Weights pass once: they should not push activations and partial sums out of L2.
 SPECDEC_DEVICE uint64_t evict_first() {
   uint64_t policy;
@@ -102,20 +109,23 @@ SPECDEC_DEVICE void block_barrier() { __syncthreads(); }
 // What another CTA has written during this launch: from the second level cache, never from this SM's first.
 SPECDEC_DEVICE float4 load_fresh(const float4* p) { return __ldcg(p); }
 
-// Whether this CTA is the last of `expected` to come here; then all that the others wrote before they came is visible to all its threads,
-// and the counter is zero again. `flag`: one shared int that nobody else uses until the next barrier. The barrier before it and the fence
-// of one thread make the writes of all threads visible: fences are cumulative.
-SPECDEC_DEVICE bool arrives_last(int* counter, int expected, int* flag, int thread) {
+// Threads 0 and 1 count this CTA at a counter each, of those `expected` there (1 or fewer: not counted). flags[thread] says whether the
+// CTA was the last one; then all that the others wrote before they came is visible to all its threads, and the counter is zero again.
+// The barrier before it and the fence of one thread make the writes of all threads visible: fences are cumulative. `flags`: two shared
+// ints that nobody else uses until the next barrier.
+SPECDEC_DEVICE void arrive(int* counter, int expected, int* flags, int thread) {
   __syncthreads();
-  if (thread == 0) {
-    __threadfence();
-    const bool last = atomicAdd(counter, 1) == expected - 1;
-    if (last) *counter = 0;
-    __threadfence();
-    *flag = last;
+  if (thread < 2) {
+    bool last = false;
+    if (expected > 1) {
+      __threadfence();
+      last = atomicAdd(counter, 1) == expected - 1;
+      if (last) *counter = 0;
+      __threadfence();
+    }
+    flags[thread] = last;
   }
   __syncthreads();
-  return *flag;
 }
 
 }  // namespace specdec

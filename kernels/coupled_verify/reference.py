@@ -27,4 +27,9 @@ def coupled_verify(
         noisy = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
     scores = logits / temperature[:, None]
     token = noise.gumbel_argmax(scores, seeds, positions, choices, noisy, purpose)
-    return token, logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1) if lse else None
+    return token, log_mass(logits) if lse else None
+
+
+def log_mass(logits: Tensor) -> Tensor:
+    """Log-sum-exp of each row, [R] f32; NaN counts as -inf."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.tree import ancestor_words, chain
 from specdec.types import Batch, Forward
 
@@ -16,25 +18,59 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs the target. `taps`: indices of the hidden states that draft heads read (none = no cost)."""
+    """Runs the target. taps: indices of the hidden states that draft heads read (none = no cost).
 
-    def __init__(self, model: Model, kv: KVCache, device: torch.device, *, taps: tuple[int, ...] = ()):
+    recorder: makes recorders of passes, None = every pass is run op by op. blocks: of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        device: torch.device,
+        *,
+        taps: tuple[int, ...] = (),
+        recorder: Callable[[], Recorder] | None = None,
+        blocks: int = 0,
+    ):
         self.model = model
         self.kv = kv
         self.device = device
         self.taps = taps
+        self._recorder, self._blocks = recorder, blocks
+        self._passes: dict[tuple[int, ...], Passes] = {}  # by taps
         self._backed = 0  # blocks below or at this are in memory of their own
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Forward:
-        """Hidden states of all rows, float32 logits of the wanted ones."""
-        hidden, taps = self.model.forward(batch, self.kv, taps=self.taps)
+        """Hidden states of all rows, float32 logits of the wanted ones. Both are valid until the next pass."""
         wanted = batch.logit_rows
+        recorded = self._recorded(batch)
+        if recorded is not None:
+            hidden, taps, logits = recorded
+            assert hidden is not None and logits is not None
+            own = logits if len(wanted) == len(hidden) else logits.index_select(0, wanted)
+            return Forward(logits=own, hidden=hidden, taps=None if taps is None else taps.clone())  # drafters keep taps beyond the step
+        hidden, taps = self.model.forward(batch, self.kv, taps=self.taps)
         rows = hidden if wanted.numel() == hidden.shape[0] else hidden.index_select(0, wanted)
         prompt = None
         if batch.prompt_rows is not None:
             prompt = self.model.logits(hidden.index_select(0, batch.prompt_rows))
         return Forward(logits=self.model.logits(rows), hidden=hidden, taps=taps, prompt_logits=prompt)
+
+    def _recorded(self, batch: Batch) -> Outputs | None:
+        """(hidden, taps, logits) of all rows by a recorded pass, or None where there is none for such a batch."""
+        if self._recorder is None or batch.prompt_rows is not None:
+            return None
+        if self.taps not in self._passes:
+            taps, widths = self.taps, Widths((len(self.kv.groups), self._blocks))
+
+            def run(inputs: Inputs) -> Outputs:
+                hidden, tapped = self.model.forward(inputs.batch, self.kv, taps=taps)
+                return hidden, tapped, self.model.logits(hidden)
+
+            self._passes[taps] = Passes(run, widths, self.device, self._recorder())
+        return self._passes[self.taps](batch)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""

@@ -151,7 +151,8 @@ class HeadDrafter(ABC):
         self.noise_coupled = noise_coupled(context.config)
         self._device = context.device
         wants = uses(self.name, self.max_len) if head.trusted else lambda seq: False
-        self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=_columns(head, context))
+        columns = _columns(head, context)
+        self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=columns, recorder=context.recorder)
         self.scores = Scores(context.device)
         self._drafts: dict[Sequence, HostDraft] = {}
 

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from specdec.cache.kv import Companion
+from specdec.runner.graphs import Inputs, Outputs, Passes, Widths
 from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.models.draft_heads import DraftHead
+    from specdec.runner.graphs import Recorder
     from specdec.sequence import Sequence
 
 MAX_ROWS = 2048  # of one pass, bounds its memory
@@ -34,6 +36,7 @@ class HeadRunner:
     """Runs one head for all sequences. wants: whether a sequence may use it. tables [G, S, M] i32: block tables by request slot.
 
     group: index of the target's group whose blocks are shared. columns: of `Forward.taps` that are the head's, None = all.
+    recorder: of `DrafterContext`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class HeadRunner:
         group: int,
         wants: Callable[[Sequence], bool],
         columns: Tensor | None = None,
+        recorder: Callable[[], Recorder] | None = None,
     ):
         self.head = head
         self._companion = companion
@@ -52,6 +56,8 @@ class HeadRunner:
         self._tables = tables.numpy()[group]
         self._group, self._size = group, companion.block_size
         self._wants, self._columns = wants, columns
+        widths = Widths((1, tables.shape[2]), head.config.hidden_size, head.dtype)
+        self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._progress: dict[Sequence, Progress] = {}
 
     def read_taps(self, columns: Tensor | None) -> None:
@@ -160,7 +166,7 @@ class HeadRunner:
         batch, last = self._causal(jobs)
         if any(job.masks for job in jobs):
             features = self._with_masks(features, jobs)
-        hidden, feedback = self.head.forward(batch, features, self._store)
+        hidden, feedback = self.feed(batch, features)
         for job in jobs:
             self._advanced(job)
         return hidden.index_select(0, last), feedback.index_select(0, last)
@@ -187,8 +193,17 @@ class HeadRunner:
         return picks
 
     def feed(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """One depth of draft nodes, laid out by `Beams`; (hidden, feedback) [T, Hd]."""
-        return self.head.forward(batch, features, self._store)
+        """One pass over rows laid out here or by `Beam`; (hidden, feedback) [T, Hd], valid until the next pass."""
+        recorded = self._passes(batch, features) if self._passes is not None else None
+        if recorded is None:
+            return self.head.forward(batch, features, self._store)
+        hidden, feedback = recorded
+        assert hidden is not None and feedback is not None
+        return hidden, feedback
+
+    def _recordable(self, inputs: Inputs) -> Outputs:
+        assert inputs.features is not None
+        return self.head.forward(inputs.batch, inputs.features, self._store)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence loses its blocks, or is done. What completes blocks that others may find is run first."""

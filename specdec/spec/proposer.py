@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specdec.cache.pool import BlockPool
     from specdec.models.draft_heads import DraftHead
     from specdec.models.load import LoadedModel
+    from specdec.runner.graphs import Recorder
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
 
@@ -35,6 +36,7 @@ class DrafterContext:
     oracle: future tokens of a sequence after those it holds (any number, may be empty), for the test drafters.
     kv, pools: the target's KV cache, where a draft model attaches its own, and the block pools of its groups.
     load: checkpoint name → loaded model (`models.load`), for draft_model.
+    recorder: makes recorders of passes (`runner.graphs`), None = passes are run op by op.
     heads: draft heads by method. taps: the hidden states that the target's passes return. tables [G, max_num_seqs, M] i32: the
     scheduler's block tables by request slot.
     """
@@ -52,6 +54,7 @@ class DrafterContext:
     heads: Mapping[str, DraftHead] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
     tables: Tensor | None = None
+    recorder: Callable[[], Recorder] | None = None
 
 
 @runtime_checkable

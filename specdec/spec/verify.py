@@ -66,6 +66,9 @@ class Verifier:
     ) -> Verdict:
         """Verdict over the B trees of `shares`. logits [R, V] f32, one row per node; token_mask [R, V] bool, True = allowed."""
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
+        if self.mode == "coupled" and token_mask is None and self._only_drawn(shares, sampling):
+            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *sampling.noise(rows), rng.TARGET)
+            return Verdict(*ops.tree_walk(following, None, rows, sampling))
         scores = sampling.process(logits, rows, token_mask)
         stuck = sampling.stuck(scores, rows, token_mask)
         if stuck is not None:  # whatever law such a row gets, nothing of it is emitted
@@ -81,6 +84,13 @@ class Verifier:
         verdict = verdict if stuck is None else cut(verdict, stuck)
         logprobs = token_logprobs(logits, scores, verdict, [share.seq.params for share in shares])
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
+
+    @staticmethod
+    def _only_drawn(shares: Seq[Scheduled], sampling: SamplingState) -> bool:
+        """Whether tokens are drawn, from laws that temperatures alone shape, and nobody asks how likely they were."""
+        slots = [share.seq.request_slot for share in shares]
+        silent = all(share.seq.params.logprobs is None for share in shares)
+        return silent and sampling.samples(slots) and all(map(sampling.only_temperature, slots))
 
     def _forced(self, rows: RowInfo, sampling: SamplingState) -> Tensor:
         """[R] bool: first children (the best path) accepted at the configured rates, given that their parent is."""

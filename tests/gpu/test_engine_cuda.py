@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.config import SamplingParams
-from tests.harness import GREEDY, SHAPES, P, R, engine, oracle_of, run
+from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run
+from tests.spec import heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -47,3 +48,15 @@ def test_cuda_agrees_with_the_cpu() -> None:
     for name in REQUESTS:
         assert cuda[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids, name
         assert cuda[name].outputs[0].stop_reason == cpu[name].outputs[0].stop_reason, name
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_heads_on_the_card_change_no_token(method: str, eager: bool) -> None:
+    """Recorded or launched one by one, a head's drafts only say which rows there are."""
+    options = {"device": "cuda", "dtype": "float32", "deterministic": True, "kv_cache_bytes": 1 << 26}
+    off, log = run(engine(**options), REQUESTS), Log()
+    on = run(engine(heads.tree(method), enforce_eager=eager, **options), REQUESTS, log=log)
+    assert log.drafted > 0
+    for name in REQUESTS:
+        assert on[name].outputs[0].token_ids == off[name].outputs[0].token_ids, name

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+import triton
 
 from specdec.kernels.cuda_fragments import Call
 from specdec.kernels.cuda_library import build, find_nvcc
@@ -43,3 +46,15 @@ def test_the_library_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nvcc failed"):
         build(nvcc(), tmp_path / "kernels.so", [1])
     assert not list(tmp_path.iterdir())
+
+
+def test_descriptors_are_in_even_registers(tmp_path: Path) -> None:
+    """ptxas 13.0 once wrote copies with uniform registers that nothing had set; their descriptor, a pair, then began at an odd one."""
+    cuobjdump = shutil.which("cuobjdump") or next(map(str, Path(triton.__file__).parent.rglob("cuobjdump")), None)
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump here")
+    build(nvcc(), tmp_path / "kernels.so", [90])
+    code = subprocess.run([cuobjdump, "-sass", str(tmp_path / "kernels.so")], capture_output=True, text=True, check=True).stdout
+    copies = re.findall(r"LDGSTS\S* .*desc\[UR(\d+)\]", code)
+    assert len(copies) > 100
+    assert not [register for register in copies if int(register) % 2]

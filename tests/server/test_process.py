@@ -131,13 +131,16 @@ def test_a_port_outside_the_range_is_refused_by_the_parser(port: str, capsys: py
 
 def test_flags_become_arguments_of_llm() -> None:
     flags = "--model m --speculation draft_model --draft-model D --nodes 32 --depth 6 --width 4 --policy fixed --max-model-len 100"
-    args = command_line.parser().parse_args([*flags.split(), "--deterministic", "--no-enable-prefix-caching", "--max-queue", "7"])
+    args = command_line.parser().parse_args(
+        [*flags.split(), "--deterministic", "--enforce-eager", "--no-enable-prefix-caching", "--max-queue", "7"]
+    )
     options = command_line.llm_arguments(args)
     assert options == {
         "model": "m",
         "speculation": SpecConfig(method="draft_model", model="D", nodes=32, depth=6, width=4, policy="fixed"),
         "max_model_len": 100,
         "deterministic": True,
+        "enforce_eager": True,
         "enable_prefix_caching": False,
     }
     EngineConfig(**options)

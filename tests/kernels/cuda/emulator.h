@@ -228,6 +228,7 @@ inline void block_barrier() { Machine::get().block_barrier(); }
 
 // ---- Copies and matrices
 
+inline int in_a_register(int value) { return value; }
 inline uint64_t evict_first() { return 0; }
 inline void copy_async(void* to, const void* from, uint64_t) { Machine::get().issue({to, from}); }
 inline void copy_async_or_zero(void* to, const void* from, bool real) { Machine::get().issue({to, real ? from : nullptr}); }
@@ -281,15 +282,17 @@ void multiply_add(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, u
 // ---- Between CTAs, which run one after another here
 
 inline float4 load_fresh(const float4* p) { return *p; }
-inline bool arrives_last(int* counter, int expected, int* flag, int thread) {
+inline void arrive(int* counter, int expected, int* flags, int thread) {
   block_barrier();
-  if (thread == 0) {
-    const bool last = (*counter)++ == expected - 1;
-    if (last) *counter = 0;
-    *flag = last;
+  if (thread < 2) {
+    bool last = false;
+    if (expected > 1) {
+      last = (*counter)++ == expected - 1;
+      if (last) *counter = 0;
+    }
+    flags[thread] = last;
   }
   block_barrier();
-  return *flag;
 }
 
 }  // namespace specdec

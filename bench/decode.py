@@ -1,0 +1,133 @@
+"""Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
+
+    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--steps 48]
+
+Prompts of 512 random tokens; the clock runs while all sequences decode, from a synchronised card to a synchronised card. Without
+`--accept` speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
+unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs. Beside the step its parts as the
+host sees them, and the time that the target's weights take at the rate of a plain read in the same run, which no step can be faster
+than. Appends to `bench/results/decode.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.cuda_timing import read_microseconds
+from bench.schema import ROOT, append, environment
+from specdec.boot import build_engine, load_target
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.models.load import LoadedModel
+
+MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").glob("*/config.json")))
+PROMPT, OUTPUT, WARM = 512, 256, 12  # tokens, tokens, steps before the clock starts
+
+
+def config_of(model: str, batch: int, accept: list[float], eager: bool, device: str = "cuda") -> EngineConfig:
+    spec = SpecConfig(method="off")
+    if accept:
+        shape = {"nodes": len(accept) + 1, "depth": len(accept), "width": 1}
+        spec = SpecConfig(method="oracle", policy="fixed", verify="synthetic", synthetic_acceptance=tuple(accept), **shape)
+    return EngineConfig(
+        model=model,
+        speculation=spec,
+        device=device,
+        load_format="dummy",
+        max_model_len=PROMPT + OUTPUT + 64,
+        max_num_seqs=max(batch, 1),
+        max_num_batched_tokens=2048,
+        num_kv_blocks=batch * (-(-(PROMPT + OUTPUT + 64) // 16)) + 64,
+        enable_prefix_caching=False,
+        enforce_eager=eager,
+    )
+
+
+def decoding(engine: Engine, batch: int, vocabulary: int) -> None:
+    """Submits the requests and steps until every prompt is in the cache."""
+    generator = torch.Generator().manual_seed(0)
+    for i in range(batch):
+        prompt = torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True))
+    while engine.stats is None or engine.stats.num_sampling < batch:
+        engine.step()
+
+
+def measure(engine: Engine, batch: int, steps: int) -> dict[str, Any]:
+    """Medians over single steps; tokens a step of all sequences together."""
+    for _ in range(WARM):
+        engine.step()
+    whole, parts, committed = [], [], 0
+    for _ in range(steps):
+        engine.runner.synchronize()
+        start = time.perf_counter()
+        engine.step()
+        engine.runner.synchronize()
+        whole.append(1e3 * (time.perf_counter() - start))
+        stats = engine.stats
+        assert stats is not None
+        committed += stats.committed
+        parts.append((stats.draft_seconds, stats.forward_seconds, stats.verify_seconds))
+    draft, forward, verify = (round(1e3 * statistics.median(part), 3) for part in zip(*parts, strict=True))
+    step = statistics.median(whole)
+    return {
+        "batch": batch,
+        "ms": round(step, 3),
+        "ms_p20": round(statistics.quantiles(whole, n=5)[0], 3),
+        "ms_p80": round(statistics.quantiles(whole, n=5)[3], 3),
+        "host_ms": {"draft": draft, "forward": forward, "verify": verify},
+        "tokens_a_step": round(committed / steps, 3),
+        "tokens_per_s": round(committed / steps / step * 1e3, 1),
+        "steps": steps,
+    }
+
+
+def floor(target: LoadedModel) -> float:
+    """Milliseconds that the weights of a step take at the rate of a plain read of a gigabyte."""
+    methods = [linear.method for layer in target.model.layers for linear in layer.linears] + [target.model.lm_head.method]
+    gigabyte = statistics.median(read_microseconds(1 << 30, 10)) / 1e3
+    return sum(method.nbytes for method in methods) / (1 << 30) * gigabyte
+
+
+def records(model: str, batches: list[int], accept: list[float], eager: bool, steps: int) -> Iterator[dict[str, Any]]:
+    """One for each number of sequences. model: a name in MODELS."""
+    path = str(ROOT / "data" / "models" / model)
+    target = load_target(config_of(path, 1, [], eager))
+    least = round(floor(target), 3)
+    for batch in batches:
+        engine = build_engine(config_of(path, batch, accept, eager), oracle=lambda seq: [7] * 64, target=target)
+        decoding(engine, batch, target.config.vocab_size)
+        yield {"bench": "decode", "model": model, "accept": accept, "eager": eager, "floor_ms": least} | measure(engine, batch, steps)
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--accept", type=float, nargs="*", default=[], help="rates per position of forced acceptance; none = speculation off"
+    )
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--steps", type=int, default=48)
+    args = parser.parse_args()
+    for model in args.model:
+        for record in records(model, args.batch, args.accept, args.eager, args.steps):
+            append("decode", environment() | record)
+            how = "eager" if args.eager else "graphs"
+            line = f"{model:20} batch {record['batch']:3} {how:6} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
+            print(line, record["host_ms"], record["tokens_a_step"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The padding of recorded passes, without a card: passes are run where a card would replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from specdec import boot
+from specdec.config import EngineConfig, SamplingParams
+from specdec.runner.graphs import ROWS, SEQUENCES, Outputs, fitting
+from specdec.types import Batch
+from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run
+from tests.spec import heads
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True)
+REQUESTS = {"greedy": (P, GREEDY), "repetitive": (R, GREEDY), "sampled": (P, SAMPLED)}
+
+
+@dataclass
+class Recordings:
+    """Stands for the card: a replay is the pass itself. made: passes recorded so far."""
+
+    made: list[Callable[[], Outputs]] = field(default_factory=list)
+
+    def __call__(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        self.made.append(run)
+        return run
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
+    """Engines built from now on record their passes here."""
+    recordings = Recordings()
+    monkeypatch.setattr(boot, "_recorder", lambda config, device: None if config.enforce_eager else lambda: recordings)
+    return recordings
+
+
+@pytest.mark.parametrize("kind", ["t0", "two_groups"])
+@pytest.mark.parametrize("shape", ["off", "mix-chain", "mix-tree"])
+def test_padding_changes_no_token(kind: str, shape: str, recordings: Recordings) -> None:
+    plain = run(engine(kind=kind, enforce_eager=True), REQUESTS)
+    assert not recordings.made
+    padded = run(engine(SHAPES[shape] if shape != "off" else "off", kind=kind, oracle=oracle_of(plain)), REQUESTS)
+    assert len(recordings.made) > 1
+    for name in REQUESTS:
+        assert padded[name].outputs[0].token_ids == plain[name].outputs[0].token_ids, name
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_heads_draft_the_same(method: str, verify: str, recordings: Recordings) -> None:
+    """Op by op both times: the compiled draft of one sequence is not what a card runs."""
+    spec = heads.tree(method, verify=verify)
+    logs = [Log(), Log()]
+    outputs = [
+        run(engine(spec, dtype="bfloat16", enforce_eager=eager), REQUESTS, log=log) for eager, log in zip((True, False), logs, strict=True)
+    ]
+    assert recordings.made
+    assert logs[0].drafted == logs[1].drafted > 0
+    assert logs[0].accepted == logs[1].accepted
+    for name in REQUESTS:
+        assert outputs[0][name].outputs[0].token_ids == outputs[1][name].outputs[0].token_ids, name
+
+
+def test_prompt_logprobs_and_long_prompts_go_without(recordings: Recordings) -> None:
+    asked = {"prompt logprobs": (P, SamplingParams(temperature=0.0, prompt_logprobs=2, max_tokens=4))}
+    plain, other = run(engine(enforce_eager=True), asked), run(engine(), asked)
+    assert other["prompt logprobs"].prompt_logprobs == plain["prompt logprobs"].prompt_logprobs
+    recordings.made.clear()
+    once = SamplingParams(max_tokens=1)
+    run(engine(max_num_batched_tokens=2 * ROWS[-1]), {"one": ([7] * 100, once), "other": ([9] * 100, once)})
+    assert not recordings.made
+
+
+def test_a_shape_is_recorded_once(recordings: Recordings) -> None:
+    target = engine(enable_prefix_caching=False)
+    run(target, REQUESTS)
+    made = len(recordings.made)
+    run(target, {f"{name} again": request for name, request in REQUESTS.items()})
+    assert len(recordings.made) == made
+
+
+def test_a_size_that_holds_it() -> None:
+    assert [fitting(ROWS, n) for n in (1, 3, 17, 128, 129)] == [1, 4, 24, 128, None]
+    assert fitting(SEQUENCES, 33) == 64
+
+
+def test_the_padding_writes_nothing_and_belongs_to_nobody(recordings: Recordings, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    seen: list[Batch] = []
+    forward = one.runner.model.forward
+
+    def watched(batch: Batch, *args: object, **options: object) -> object:
+        seen.append(batch)
+        return forward(batch, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(one.runner.model, "forward", watched)
+    run(one, {"three": ([5, 6, 7], SamplingParams(max_tokens=1))})
+    batch = seen[-1]
+    assert len(batch.input_ids) == 4
+    assert batch.cu_query.tolist() == [0, 3]
+    assert (batch.slot_mapping[:, 3] == -1).all()
+    assert (batch.slot_mapping[:, :3] >= 0).all()
+
+
+def test_eager_is_a_choice() -> None:
+    assert boot._recorder(EngineConfig(), boot.resolve_device("cpu")) is None
+    assert EngineConfig(enforce_eager=True).enforce_eager

@@ -1,0 +1,37 @@
+"""The decode benchmark's own arithmetic, on a tiny model and the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.decode import MODELS, ROOT, config_of, decoding, measure
+from bench.profile.step import Span, busy, by_time
+from specdec.boot import build_engine
+from specdec.models.load import find_checkpoint
+from tests.harness import checkpoint
+
+
+@pytest.mark.parametrize("accept", [[], [1.0, 1.0]])
+def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.decode.PROMPT", 40)
+    monkeypatch.setattr("bench.decode.OUTPUT", 60)
+    config = config_of(checkpoint(), 3, accept, True, "cpu").with_(load_format="auto", max_model_len=128)
+    engine = build_engine(config, oracle=lambda seq: [7] * 64)
+    decoding(engine, 3, 500)
+    record = measure(engine, 3, 4)
+    assert record["tokens_a_step"] == 3 * (1 + len(accept))
+    assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
+
+
+def test_the_configs_are_whole() -> None:
+    assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8")
+    for model in MODELS:
+        found = find_checkpoint(ROOT / "data" / "models" / model)
+        assert found.config.vocab_size == 128256
+        assert (found.quantization is not None) == model.endswith("fp8")
+
+
+def test_busy_time_counts_overlaps_once() -> None:
+    spans = [Span("a", 10.0, 20.0), Span("b", 15.0, 25.0), Span("a", 40.0, 45.0), Span("c", 41.0, 42.0)]
+    assert busy(spans) == (20.0, 35.0)
+    assert by_time(spans)[0] == ("a", 2, 15.0)
