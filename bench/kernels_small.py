@@ -1,10 +1,11 @@
 """Benchmark of the fused small ops and of drafting and verification on a GPU: time a call against a plain read of its bytes.
 
-    python -m bench.kernels_small [--ops coupled_verify tree_build] [--replays 50]
+    python -m bench.kernels_small [--ops coupled_verify tree_build] [--replays 50] [--shapes 2048x8 1024x8]
 
 Appends to `bench/results/kernels_small.jsonl`: per op, backend and shape the median seconds a call (`bench/cuda_timing.py`), the bytes
 that the op cannot avoid moving, the read time of as many bytes in the same run, and the ratio of the two. Shapes are those of Llama-3
 (hidden 4096 and 8192, vocabulary 128,256), Qwen3-32B heads, GPT-OSS (intermediate 2880) and EAGLE-3 heads (draft vocabulary 32,000).
+With --shapes, `coupled_verify` or `draft_topk` in Triton at each of these shapes (their argument `shape`) in place of the usual one.
 """
 
 from __future__ import annotations
@@ -164,13 +165,16 @@ def record(work: Work, backend: str, seconds: list[float], read: float) -> dict[
     }
 
 
-def measure(work: Work, backend: str, replays: int, cache_bytes: int) -> dict[str, Any]:
+def measure(work: Work, backend: str, replays: int, cache_bytes: int, tile: str | None) -> dict[str, Any]:
     """One line measured. Needs a CUDA device."""
     count = copies(work.num_bytes, cache_bytes)
     fn = ops.TABLE.ops[work.op].find(backend).fn
+    if tile is not None:
+        fn = partial(fn, shape=tuple(int(size) for size in tile.split("x")))
     sets = [work.make(seed) for seed in range(count)]
     took = call_seconds([partial(fn, *args) for args in sets], replays)
-    return record(work, backend, took, statistics.median(read_microseconds(work.num_bytes, replays)) * 1e-6)
+    line = record(work, backend, took, statistics.median(read_microseconds(work.num_bytes, replays)) * 1e-6)
+    return line if tile is None else line | {"tile": tile}
 
 
 def main() -> None:
@@ -178,6 +182,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", help="default: all")
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--shapes", nargs="+", help="of the kernel of one op, sizes with x between them")
     parser.add_argument("--dry", action="store_true", help="print, append nothing")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -185,11 +190,12 @@ def main() -> None:
     cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for group in GROUPS:
         for work in group("cuda"):
-            if args.ops is None or work.op in args.ops:
-                line = measure(work, args.backend, args.replays, cache_bytes)
-                print(json.dumps(line), flush=True)
-                if not args.dry:
-                    append("kernels_small", {**environment(), **line})
+            for tile in args.shapes or [None]:
+                if args.ops is None or work.op in args.ops:
+                    line = measure(work, args.backend, args.replays, cache_bytes, tile)
+                    print(json.dumps(line), flush=True)
+                    if not args.dry:
+                        append("kernels_small", {**environment(), **line})
 
 
 if __name__ == "__main__":

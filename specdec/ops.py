@@ -384,7 +384,7 @@ def draft_topk(
     share: float,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, never storing the logits.
+    """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, in one op.
 
     hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
     seeds, positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of

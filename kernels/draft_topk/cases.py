@@ -31,6 +31,8 @@ def _cases() -> Iterator[Case]:
     ):
         for mapped, sampled in ((False, False), (True, True)):
             yield _case(rows, vocab, hidden, width, mapped=mapped, sampled=sampled, scale=4.0)
+    for rows in (33, 70, 131):  # each its own tile of rows, the last two of them
+        yield _case(rows, 200, 72, 5, mapped=True, sampled=True, scale=4.0)
     yield _case(3, 500, 64, 8, mapped=False, sampled=True, scale=0.1)
 
 

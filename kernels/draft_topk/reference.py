@@ -1,7 +1,7 @@
 """A draft head's lm_head and its candidates in one op: the race with the target's noise over the whole draft vocabulary.
 
 `specdec/spec/candidates.py` runs the same race among the 256 likeliest tokens only (FIELD). Which those are is not known until all logits
-are, so a form that never holds a row of logits cannot stop there: here every token runs. The two are the same for rows
+are, so a form that races a tile of tokens as soon as it is there cannot stop at them: here every token runs. The two are the same for rows
 without noise, and for vocabularies of up to 256. Elsewhere an outsider wins a place as often as the law sharpened by
 the share, q^(1/share), has mass outside the 256, and chances are shares of the whole race instead of the field's: smaller by that mass.
 What is committed depends on neither.

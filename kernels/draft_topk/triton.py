@@ -1,10 +1,14 @@
-"""lm_head and candidates: each program keeps the best few of its tile of the product, a second kernel merges them.
+"""lm_head and candidates: a product that reads the weight once, races its tiles on the spot, and a small kernel that picks the best.
 
-The product of R <= 16 rows with 32,000 × 4096 weights in bf16 is 262 MB, 62 µs at 4.2 TB/s, and 4 GFLOP, 5 µs at 791 TFLOP/s: only the
-reading of the weight counts, so the rows are one tensor-core tile of 16 (more rows: more programs beside each other, which share the
-weight in L2) and the weight tile is narrow, 64 rows, for some 500 programs. In the 16 µs that a program waits for its tile, the exact
-noise of 16 × 64 tokens, about 1 µs of float64, is free. A row of logits would be 128 kB against those 262 MB: not writing it saves no
-time worth naming; what is saved are the ten launches that a top-k, a gather, noise, a softmax and another top-k are.
+The product of R rows with 32,000 × 4096 weights in bf16 is 262 MB, 62 µs at 4.2 TB/s, so all rows share a tile of the weight (128
+rows of it, on the wide side of the tensor core, as in `triton_gemm`) up to 128 of them; each result is the same sequence of tensor-core
+steps however many rows there are. A program stores its scores, 128 kB for a row of all of them against those 262 MB, and goes over
+them again two rows a warp at a time: all programs end together, with nothing left to read, so absent rows should cost nothing.
+The noise is float32 (`near_gumbel`): a draft's race is as good as its logits, whose sums are float32 too.
+
+The best WIDTH of a row lie in the WIDTH parts of 64 tokens that have the best tops, equals by rising id. So the merging program
+picks these parts from the tops and then the candidates from the parts, one warp a row: every pick is one vote of the warp for the
+largest and one for the lowest id, on integers that are ordered as the floats are.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.noise.triton import gumbel, words
+from specdec.kernels.noise.triton import near_gumbel, words
 from specdec.kernels.triton_common import dot
 
-_ROWS, _COLUMNS, _DEPTH = 16, 64, 64
-_MOST = 64  # candidates a row, and
-_POOL = 32768  # what the merging program holds
+_PART = 64  # tokens of which the best and the sums are kept
+_STAGED = 110 << 10  # bytes of shared memory that stages may take: of a multiprocessor's two programs each
+_NONE = tl.constexpr(-(2**31))  # below every ordered float
+_MOST = 64  # candidates a row
+_PARTS = 1 << 14  # what the merging program holds
 
 
 def rejects(hidden: Tensor, weight: Tensor, *rest: object) -> str | None:
@@ -30,9 +36,13 @@ def rejects(hidden: Tensor, weight: Tensor, *rest: object) -> str | None:
         return f"{hidden.dtype} by {weight.dtype}; it takes equal floats of 16 or 32 bits"
     if not (hidden.is_contiguous() and weight.is_contiguous()):
         return "hidden and weight must be dense"
-    tiles = triton.cdiv(weight.shape[0], _COLUMNS)
-    too_many = not 1 <= width <= min(_MOST, weight.shape[0]) or tiles * min(width, _COLUMNS) > _POOL
-    return f"{width} of {weight.shape[0]} candidates; it takes up to {_MOST}, {_POOL} over all tiles" if too_many else None
+    too_many = not 1 <= width <= min(_MOST, weight.shape[0]) or weight.shape[0] > _PARTS * _PART
+    return f"{width} of {weight.shape[0]} candidates; it takes up to {_MOST} of {_PARTS * _PART}" if too_many else None
+
+
+def _shape(row_tile: int, size: int) -> tuple[int, int, int, int]:
+    """Tokens and depth of a tile, warps, stages, for weights of `size` bytes."""
+    return 128, 64, 4 if row_tile <= 32 else 8, min(5, _STAGED // (size * 64 * (128 + row_tile)))
 
 
 def draft_topk(
@@ -47,8 +57,10 @@ def draft_topk(
     purpose: int,
     share: float,
     width: int,
+    *,
+    shape: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes in `specdec.ops.draft_topk`."""
+    """Shapes in `specdec.ops.draft_topk`. shape: tokens and depth of a tile, warps, stages in place of the usual."""
     rows, depth = hidden.shape
     vocab, device = weight.shape[0], hidden.device
     ids = torch.empty((rows, width), dtype=torch.int64, device=device)
@@ -56,20 +68,23 @@ def draft_topk(
     mass = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return ids, chances, mass
-    tiles = triton.cdiv(vocab, _COLUMNS)
-    values = torch.empty((rows, tiles, width), dtype=torch.float32, device=device)
-    columns = torch.empty((rows, tiles, width), dtype=torch.int32, device=device)
-    sums = torch.empty((4, rows, tiles), dtype=torch.float32, device=device)  # race: largest, sum; scores: largest, sum
+    row_tile = min(128, max(16, triton.next_power_of_2(rows))) if weight.element_size() == 2 else 16
+    columns, step, warps, stages = shape or _shape(row_tile, weight.element_size())
+    parts = triton.cdiv(vocab, columns) * (columns // _PART)
+    race = torch.empty((rows, vocab), dtype=torch.float32, device=device)
+    sums = torch.empty((4, rows, parts), dtype=torch.float32, device=device)  # race: largest, sum; scores: largest, sum
     noise, mapped = noisy is not None, target_ids is not None
     keys = [t.contiguous() for t in (seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
-    table = target_ids if mapped else columns
-    _race[(triton.cdiv(rows, _ROWS), tiles)](
-        hidden, weight, temperature.contiguous(), table, *keys, values, columns, sums, purpose, share, rows, vocab,
-        DEPTH=depth, WIDTH=width, NOISE=noise, MAPPED=mapped, ROWS=_ROWS, COLUMNS=_COLUMNS, STEP=_DEPTH, num_stages=4,
+    table = target_ids if mapped else seeds
+    _race[(triton.cdiv(rows, row_tile), triton.cdiv(vocab, columns))](
+        hidden, weight, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, vocab, parts,
+        DEPTH=depth, NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=2 * warps, COLUMNS=columns, PART=_PART, STEP=step,
+        EVEN=depth % step == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    slots = triton.next_power_of_2(width)
     _merge[(rows,)](
-        values, columns, sums, table, ids, chances, mass, rows, tiles,
-        WIDTH=width, MAPPED=mapped, POOL=triton.next_power_of_2(tiles * width), TILES=triton.next_power_of_2(tiles), num_warps=8,
+        race, sums, table, ids, chances, mass, rows, vocab, parts,
+        WIDTH=width, SLOTS=slots, MAPPED=mapped, PART=_PART, PARTS=triton.next_power_of_2(parts), num_warps=max(1, slots // 16),
     )  # fmt: skip
     return ids, chances, mass
 
@@ -82,89 +97,136 @@ def _sum_of_exp(x, axis: tl.constexpr):
     return top, tl.sum(tl.exp(x - tl.expand_dims(shift, axis)), axis)
 
 
-@triton.jit(do_not_specialize=["purpose", "rows", "vocab"])
-def _race(
-    hidden, weight, temperatures, target_ids, seeds, positions, choices, noisy, values, columns, sums, purpose, share, rows, vocab,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+@triton.jit
+def _product(
+    hidden, weight, row, column, rows, vocab,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, vocabulary tiles)."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    real, known = row < rows, column < vocab
-    at_row = row.to(tl.int64)[:, None] * DEPTH
-    at_column = column.to(tl.int64)[None, :] * DEPTH
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    """[COLUMNS, ROWS]. Columns past the end read the last one again, which needs no mask; rows past the end read nothing."""
+    at_column = weight + tl.minimum(column, vocab - 1).to(tl.int64)[:, None] * DEPTH
+    at_row = hidden + row.to(tl.int64)[None, :] * DEPTH
+    present = (row < rows)[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for k in range(0, DEPTH, STEP):
         place = k + tl.arange(0, STEP)
-        a = tl.load(hidden + at_row + place[None, :], mask=real[:, None] & (place < DEPTH)[None, :], other=0.0)
-        b = tl.load(weight + at_column + place[:, None], mask=known[None, :] & (place < DEPTH)[:, None], other=0.0)
-        total = dot(a, b, total)
-    score = total / tl.load(temperatures + row, mask=real, other=1.0)[:, None]
-    score = tl.where(known[None, :] & (score == score), score, float("-inf"))
-    race = score
-    if NOISE:
-        token = tl.load(target_ids + column, mask=known, other=0) if MAPPED else column.to(tl.int64)
-        seed = tl.load(seeds + row, mask=real, other=0)[:, None]
-        position = tl.load(positions + row, mask=real, other=0)[:, None]
-        choice = tl.load(choices + row, mask=real, other=0)[:, None]
-        counter = (token >> 2).to(tl.uint32)[None, :] + tl.zeros([ROWS, COLUMNS], tl.uint32)
-        w0, w1, w2, w3 = words(counter, seed, position, choice, purpose)
-        lane = (token & 3)[None, :]
-        g = gumbel(tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3))))
-        race = score + tl.where((tl.load(noisy + row, mask=real, other=0) != 0)[:, None], share * g, 0.0)
+        if EVEN:
+            w = tl.load(at_column + place[None, :])
+            x = tl.load(at_row + place[:, None], mask=present, other=0.0)
+        else:
+            w = tl.load(at_column + place[None, :], mask=(place < DEPTH)[None, :], other=0.0)
+            x = tl.load(at_row + place[:, None], mask=present & (place < DEPTH)[:, None], other=0.0)
+        total = dot(w, x, total)
+    return total
 
-    own = row.to(tl.int64) * tiles + tile
-    plane = rows.to(tl.int64) * tiles
-    top, mass = _sum_of_exp(race, 1)
-    tl.store(sums + own, top, mask=real)
-    tl.store(sums + plane + own, mass, mask=real)
-    top, mass = _sum_of_exp(score, 1)
-    tl.store(sums + 2 * plane + own, top, mask=real)
-    tl.store(sums + 3 * plane + own, mass, mask=real)
-    left = known[None, :] & (race == race)  # all of the tile's columns, in every row
-    for place in range(WIDTH):
-        best = tl.max(tl.where(left, race, float("-inf")), 1)
-        index = tl.min(tl.where(left & (race == best[:, None]), column[None, :], 2147483647), 1)
-        tl.store(values + own * WIDTH + place, best, mask=real)
-        tl.store(columns + own * WIDTH + place, index, mask=real)
-        left = left & (column[None, :] != index[:, None])
+
+@triton.jit(do_not_specialize=["purpose", "rows", "parts"])
+def _race(
+    hidden, weight, temperatures, target_ids, seeds, positions, choices, noisy, races, sums, purpose, share, rows, vocab, parts,
+    DEPTH: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, vocabulary tiles). races [R,V]; sums [4,R,parts], of PART columns each."""
+    first = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = (column < vocab)[None, :]
+    every = first + tl.arange(0, ROWS)
+    total = _product(hidden, weight, every, column, rows, vocab, DEPTH, ROWS, COLUMNS, STEP, EVEN)
+    there = (every < rows)[None, :] & (column < vocab)[:, None]
+    tl.store(races + every.to(tl.int64)[None, :] * vocab + column[:, None], total, mask=there)
+    tl.debug_barrier()  # what threads stored, others load
+    token = column.to(tl.int64)
+    if NOISE and MAPPED:
+        token = tl.load(target_ids + column, mask=column < vocab, other=0)
+    part = tl.program_id(1) * (COLUMNS // PART) + tl.arange(0, COLUMNS // PART)
+    plane = rows.to(tl.int64) * parts
+    for start in range(first, tl.minimum(first + ROWS, rows), CHUNK):
+        row = start + tl.arange(0, CHUNK)
+        real = row < rows
+        own = races + row.to(tl.int64)[:, None] * vocab + column[None, :]
+        score = tl.load(own, mask=real[:, None] & known, other=0.0) / tl.load(temperatures + row, mask=real, other=1.0)[:, None]
+        score = tl.where(known & (score == score), score, float("-inf"))
+        race = score
+        if NOISE:
+            mine = tl.load(noisy + row, mask=real, other=0) != 0
+            g = _noise(token, row, real, seeds, positions, choices, purpose)
+            race = score + tl.where(mine[:, None], share * g, 0.0)
+        tl.store(own, race, mask=real[:, None] & known)
+        place = sums + row.to(tl.int64)[:, None] * parts + part[None, :]
+        top, mass = _sum_of_exp(tl.reshape(race, [CHUNK, COLUMNS // PART, PART]), 2)
+        tl.store(place, top, mask=real[:, None])
+        tl.store(place + plane, mass, mask=real[:, None])
+        if NOISE:
+            top, mass = _sum_of_exp(tl.reshape(score, [CHUNK, COLUMNS // PART, PART]), 2)
+        tl.store(place + 2 * plane, top, mask=real[:, None])
+        tl.store(place + 3 * plane, mass, mask=real[:, None])
 
 
 @triton.jit
-def _log_mass(tops, masses, tile, tiles, TILES: tl.constexpr):
-    """log of the sum over tiles of exp(top) * mass."""
-    top = tl.load(tops + tile, mask=tile < tiles, other=float("-inf"))
-    mass = tl.load(masses + tile, mask=tile < tiles, other=0.0)
+def _noise(token, row, real, seeds, positions, choices, purpose):
+    """g of the tokens [C] in the rows [R]: [R,C]."""
+    seed = tl.load(seeds + row, mask=real, other=0)[:, None]
+    position = tl.load(positions + row, mask=real, other=0)[:, None]
+    choice = tl.load(choices + row, mask=real, other=0)[:, None]
+    counter = (token >> 2).to(tl.uint32)[None, :] + tl.zeros_like(position).to(tl.uint32)
+    w0, w1, w2, w3 = words(counter, seed, position, choice, purpose)
+    lane = (token & 3).to(tl.int32)[None, :]
+    return near_gumbel(tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3))))
+
+
+@triton.jit
+def _log_mass(tops, masses, part, parts, PARTS: tl.constexpr):
+    """log of the sum over parts of exp(top) * mass."""
+    top = tl.load(tops + part, mask=part < parts, other=float("-inf"))
+    mass = tl.load(masses + part, mask=part < parts, other=0.0)
     peak = tl.max(top, 0)
     shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     total = tl.sum(mass * tl.exp(tl.where(tl.abs(top) == float("inf"), 0.0, top) - shift), 0)
     return tl.where(total > 0.0, tl.log(tl.maximum(total, 1e-30)) + shift, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def _merge(
-    values, columns, sums, target_ids, ids, chances, masses, rows, tiles,
-    WIDTH: tl.constexpr, MAPPED: tl.constexpr, POOL: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows): the best of the tiles' best, equals by rising draft id."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    own = sums + row * tiles
-    plane = rows.to(tl.int64) * tiles
-    whole = _log_mass(own, own + plane, tile, tiles, TILES)
-    tl.store(masses + row, _log_mass(own + 2 * plane, own + 3 * plane, tile, tiles, TILES))
-    entry = tl.arange(0, POOL)
-    there = entry < tiles * WIDTH
-    value = tl.load(values + row * tiles * WIDTH + entry, mask=there, other=float("-inf"))
-    column = tl.load(columns + row * tiles * WIDTH + entry, mask=there, other=2147483647)
+@triton.jit
+def _ordered(x):
+    """int32 in the order of the floats, above `_NONE`; the two zeros are equal."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(value, index, slot, WIDTH: tl.constexpr):
+    """(the WIDTH largest of value, the lowest index first among equals; their indices), both in the shape of slot. `_NONE` is no value."""
+    values, indices = tl.full(slot.shape, _NONE, tl.int32), tl.full(slot.shape, 0x7FFFFFFF, tl.int32)
     for place in range(WIDTH):
-        left = column < 2147483647
-        best = tl.max(tl.where(left, value, float("-inf")), 0)
-        index = tl.min(tl.where(left & (value == best), column, 2147483647), 0)
-        chance = tl.exp(best - whole)
-        token = tl.load(target_ids + index) if MAPPED else index.to(tl.int64)
-        tl.store(ids + row * WIDTH + place, token)
-        tl.store(chances + row * WIDTH + place, tl.where(chance == chance, chance, 0.0))
-        column = tl.where(column == index, 2147483647, column)
+        top = tl.max(value, 0)
+        at = tl.min(tl.where((value == top) & (top > _NONE), index, 0x7FFFFFFF), 0)
+        values = tl.where(slot == place, top, values)
+        indices = tl.where(slot == place, at, indices)
+        value = tl.where(index == at, _NONE, value)
+    return values, indices
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _merge(
+    races, sums, target_ids, ids, chances, masses, rows, vocab, parts,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, MAPPED: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    part, slot = tl.arange(0, PARTS), tl.arange(0, SLOTS)
+    own = sums + row * parts
+    plane = rows.to(tl.int64) * parts
+    whole = _log_mass(own, own + plane, part, parts, PARTS)
+    tl.store(masses + row, _log_mass(own + 2 * plane, own + 3 * plane, part, parts, PARTS))
+    top = tl.load(own + part, mask=part < parts, other=0.0)
+    _, chosen = _best(tl.where(part < parts, _ordered(top), _NONE), part, slot, WIDTH)
+    column = tl.where(chosen < parts, chosen, parts)[:, None] * PART + tl.arange(0, PART)[None, :]
+    value = tl.load(races + row * vocab + column, mask=column < vocab, other=0.0)
+    value = tl.reshape(tl.where(column < vocab, _ordered(value), _NONE), [SLOTS * PART])
+    values, indices = _best(value, tl.reshape(column, [SLOTS * PART]), slot, WIDTH)
+    bits = values ^ ((values >> 31) & 0x7FFFFFFF)
+    chance = tl.exp(bits.to(tl.float32, bitcast=True) - whole)
+    place = row * WIDTH + slot
+    token = indices.to(tl.int64)
+    if MAPPED:
+        token = tl.load(target_ids + indices, mask=slot < WIDTH, other=0)
+    tl.store(ids + place, token, mask=slot < WIDTH)
+    tl.store(chances + place, tl.where(chance == chance, chance, 0.0), mask=slot < WIDTH)

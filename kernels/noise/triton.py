@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import INTERPRETED
+from specdec.kernels.triton_common import INTERPRET, INTERPRETED
 
 _TILE = 16384 if INTERPRETED else 1024  # in the interpreter a tile costs the same, however wide
 MOST = tl.constexpr(22.88)
@@ -73,11 +73,10 @@ def _philox(c0, c1, c2, c3, k0, k1):
     c1 = c1 + tl.zeros_like(c0)
     c2 = c2 + tl.zeros_like(c0)
     c3 = c3 + tl.zeros_like(c0)
-    a = tl.full(c0.shape, 0xD2511F53, tl.uint32)
-    b = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
-    for _ in tl.static_range(10):
-        high_a, low_a = tl.umulhi(c0, a), c0 * a
-        high_b, low_b = tl.umulhi(c2, b), c2 * b
+    for _ in tl.static_range(10):  # one wide multiplication gives both halves of a product
+        product_a, product_b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        high_a, low_a = (product_a >> 32).to(tl.uint32), product_a.to(tl.uint32)
+        high_b, low_b = (product_b >> 32).to(tl.uint32), product_b.to(tl.uint32)
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
         k0 = k0 + tl.full([], 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full([], 0xBB67AE85, tl.uint32)
@@ -96,6 +95,28 @@ def gumbel(word):
     """g of a uint32 word, float64 rounded once."""
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
+
+
+@triton.jit
+def log2(x):
+    """Of a normal number by the hardware, good to 2**-22: absolute between a half and two, elsewhere relative."""
+    if INTERPRET:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def near_gumbel(word):
+    """g of a uint32 word in float32 alone, within 3e-6 of 1 or |g|, the larger: for races that decide nothing but a draft.
+
+    E = -log(1 - u) is a series below 1/8, where 1 - u would round too much of u away.
+    """
+    u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    rest = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    tail = 0.25 + u * (0.2 + u * (0.16666666666666666 + u * (0.14285714285714285 + u * 0.125)))
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * tail)))
+    return log2(tl.where(u < 0.125, series, log2(rest) * -0.6931471805599453)) * -0.6931471805599453
 
 
 @triton.jit(do_not_specialize=["purpose", "width"])
@@ -117,7 +138,7 @@ def _named_draws(out, seeds, positions, choices, ids, purpose, width, ids_row, G
     tl.store(out + row.to(tl.int64) * width + column, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["purpose", "vocab", "share"])
+@triton.jit(do_not_specialize=["purpose", "share"])  # a vocabulary of many fours is read in fours
 def _noisy_argmax(scores, seeds, positions, choices, noisy, best_out, index_out, purpose, vocab, scores_row, share, TILE: tl.constexpr):
     """Grid (rows, parts): best sum and its lowest id in `share` tiles of one row."""
     row = tl.program_id(0)

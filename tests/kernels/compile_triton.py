@@ -92,7 +92,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "quantize_fp8", (x,)
     yield "quantize_fp8", (torch.zeros(5, 28672, dtype=torch.bfloat16),)
     w = torch.zeros(32000, 4096, dtype=torch.bfloat16)
-    yield "draft_topk", (w[:5], w, torch.ones(5), torch.arange(32000), *keys, slots > 2, 0, 0.7, 10)
+    for rows in (5, 80):
+        row = torch.zeros(rows, dtype=torch.int64)
+        yield "draft_topk", (w[:rows], w, torch.ones(rows), torch.arange(32000), row, row, row, row > 2, 0, 0.7, 10)
     yield "mass_cut", (torch.zeros(5, 128256), torch.zeros(5, 128256), torch.zeros(5))
     yield "rms_norm_fp8", (x, weight, 1e-5)
     yield "add_rms_norm_fp8", (*torch.zeros(2, 5, 8192, dtype=torch.bfloat16), torch.zeros(8192, dtype=torch.bfloat16), 1e-5)
@@ -107,10 +109,11 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Arguments of coupled_verify and whether it also sums up the logits: with and without noise."""
-    seeds, positions, choices = torch.zeros(3, 5, dtype=torch.int64)
-    for noisy, lse in product((torch.ones(5, dtype=torch.bool), None), (False, True)):
-        yield (torch.zeros(5, 128256), torch.ones(5), seeds, positions, choices, noisy, 0), lse
+    """Arguments of coupled_verify and whether it also sums up the logits: few rows and many, with and without noise."""
+    for rows, sampled, lse in product((5, 64), (True, False), (False, True)):
+        keys = torch.zeros(3, rows, dtype=torch.int64)
+        noisy = torch.ones(rows, dtype=torch.bool) if sampled else None
+        yield (torch.zeros(rows, 128256), torch.ones(rows), *keys, noisy, 0), lse
 
 
 def moe_calls() -> Iterator[tuple[Any, ...]]:
