@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specdec.kernels.noise.triton import gumbel, log2, words
 from specdec.kernels.triton_common import INTERPRETED
-from specdec.kernels.triton_gemm import _counters as counters_of
+from specdec.kernels.triton_gemm import zeroed
 
 _MEMBERS = 8  # rows of a program at most: beyond that, sharing noise saves less than more programs do
 _WINDOW = 64  # rows among which those that share keys are looked for
@@ -76,7 +76,7 @@ def coupled_verify(
     ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     keys = [t.contiguous() for t in (temperature, seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
     _verify[(tiles, chunks)](
-        logits, *keys, scratch, ids, counters_of(chunks, device), token, token if mass is None else mass,
+        logits, *keys, scratch, ids, zeroed(chunks, device), token, token if mass is None else mass,
         purpose, vocab, rows, logits.stride(0),
         NOISE=noisy is not None, LSE=lse, TILE=tile, MEMBERS=members, WINDOW=_WINDOW, TILES=triton.next_power_of_2(tiles),
         EXACT=min(_EXACT, tile), maxnreg=128 if members > 1 else 64,
