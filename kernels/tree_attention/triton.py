@@ -14,6 +14,8 @@ Not a fixed order: tiles are in slot order (tree nodes by index, not by depth), 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -26,14 +28,15 @@ from specdec.kernels.tree_attention.triton_parts import (
     ancestor,
     any_of,
     card,
+    load_cache,
     load_query,
     locate,
     merge,
-    one_tile,
     rejects,
     workspace,
 )  # fmt: skip
-from specdec.kernels.triton_fp8 import handed
+from specdec.kernels.triton_common import dot
+from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
 
@@ -68,12 +71,14 @@ def tree_attention(
     cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), longest=longest, shared=shared, processors=processors)
     splits = splits or cut.splits
     parts = workspace(q, splits, rows) if splits > 1 else (out, out, out)
-    _attend[(rows // (cut.packed // group) + sequences + 1, kv_heads, splits)](
+    unit = math.gcd(k_cache.stride(0), k_cache.stride(1))
+    _attend[((rows // (cut.packed // group) + sequences + 1) * splits * kv_heads,)](
         out, *parts, q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
         q if sinks is None else sinks, ctx_lens if first is None else first,
-        rows, sequences, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, SEQUENCES=tiling.power_of_two(sequences + 1),
+        rows, sequences, kv_heads, splits, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
+        q.stride(0), q.stride(1), k_cache.stride(0) // unit, k_cache.stride(1) // unit, k_cache.stride(2), block_table.stride(0),
+        UNIT=unit, BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, EDGE=min(cut.keys, 64),
+        SEQUENCES=tiling.power_of_two(sequences + 1),
         HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -128,25 +133,61 @@ def _ranges(position, valid, ctx, nodes, window, lowest, KEYS: tl.constexpr, WIN
 
 @triton.jit
 def _share(begin, stop, split, splits, KEYS: tl.constexpr):
-    """The slot positions [low, high) of one split: equal shares in whole tiles, at least two; low >= high where nothing is left."""
-    share = tl.maximum((tl.cdiv(stop - begin, splits) + KEYS - 1) // KEYS, 2) * KEYS
-    low = begin + split * share
-    return low, tl.minimum(low + share, stop)
+    """The slot positions [low, high) of one split: equal shares in whole tiles, at least two; low >= high where nothing is left.
+
+    What needs a mask lies mostly at the end and is not read ahead: it counts as two tiles more."""
+    tiles = (stop - begin + KEYS - 1) // KEYS + 2
+    used = tl.maximum(tl.minimum(splits, tiles // 2), 1)
+    low = tl.where(split < used, begin + split * tiles // used * KEYS, stop)
+    return low, tl.minimum(begin + (split + 1) * tiles // used * KEYS, stop)
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "window"])
+@triton.jit
+def _tile(
+    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
+
+    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
+    K is read as V is, so that both share their addresses, whose strides are in units of UNIT: 32 bits hold them. The scale, which must be
+    positive, goes into the multiply-add before the exponential.
+    """
+    column = tl.arange(0, acc.shape[1])[None, :]
+    if not MASKED:
+        wanted = tl.full(slot.shape, 1, tl.int1)
+    blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
+    place = (blocks * kv_block + (slot % BLOCK) * kv_slot).to(tl.int64)[:, None] * UNIT + column
+    k = from_cache(load_cache(k_own + place, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], slot.shape[0]], tl.float32))
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:  # a tile of which a row sees nothing changes nothing
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    v = from_cache(load_cache(v_own + place, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window", "kv_block", "kv_slot"])
 def _attend(
     out, acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
-    sinks, first, rows, sequences, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    sinks, first, rows, sequences, kv_heads, splits, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
+    EDGE: tl.constexpr, SEQUENCES: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, KV heads, splits). One tile of PACKED // GROUP rows of one sequence against its share of the keys."""
-    own = tl.program_id(1)
-    heads = tl.num_programs(1) * GROUP
+    """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
+    keys, those that need a mask in tiles of EDGE."""
+    own = tl.program_id(0) % kv_heads
+    split = tl.program_id(0) // kv_heads % splits
+    tile = tl.program_id(0) // kv_heads // splits
+    heads = kv_heads * GROUP
     packed = tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    b, row, valid = locate(tl.program_id(0), packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
+    b, row, valid = locate(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
     head = own * GROUP + packed % GROUP
     pair = row * heads + head
     mask = valid[:, None] & (column < HD)[None, :]
@@ -163,8 +204,8 @@ def _attend(
         lower, begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
         from_slot = begin
         if SPLIT:
-            from_slot, stop = _share(begin, stop, tl.program_id(2), tl.num_programs(2), KEYS)
-            at = tl.program_id(2) * rows * heads + pair
+            from_slot, stop = _share(begin, stop, split, splits, KEYS)
+            at = split * rows * heads + pair
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if from_slot < stop:
             word = tl.load(tree_mask + row, mask=valid, other=0)
@@ -180,13 +221,13 @@ def _attend(
             tail = tl.minimum(tl.maximum(tail, whole), stop)
             for start in range(whole, tail, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
+                top, norm, acc = _tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, UNIT, BLOCK, HD, False)
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
-            for start in tl.range(from_slot, stop - skipped, KEYS, num_stages=1):
-                slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, KEYS)
+            for start in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
+                slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, EDGE)
                 want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
                 seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
-                top, norm, acc = one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
+                top, norm, acc = _tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, UNIT, BLOCK, HD, True)
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:

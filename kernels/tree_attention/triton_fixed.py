@@ -62,9 +62,9 @@ def tree_attention(
     step = min(rows, max(1, room // (splits * heads * (hd + 2))))
     parts = workspace(q, splits, step)
     for base in range(0, rows, max(step, 1)):
-        _attend_fixed[(rows // (cut.packed // group) + sequences + 1, kv_heads, splits)](
+        _attend_fixed[((rows // (cut.packed // group) + sequences + 1) * splits * kv_heads,)](
             *parts, q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
-            ctx_lens if first is None else first, rows, sequences, base, step, scale * kv_scales[0] * LOG2E.value, window or 0,
+            ctx_lens if first is None else first, rows, sequences, kv_heads, splits, base, step, scale * kv_scales[0] * LOG2E.value, window or 0,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
             BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, SEQUENCES=tiling.power_of_two(sequences + 1),
             SPAN=tiling.FIXED_SPLIT, HALF=half, WINDOW=window is not None, FIRST=first is not None,
@@ -103,19 +103,20 @@ def _path_slots(logical, ctx, word):
     return tl.where(logical < ctx, logical, ctx + tl.sum(tl.where(mine, node[None, :], 0), 1))
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "base", "count", "window", "table_row"])
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "base", "count", "window", "table_row"])
 def _attend_fixed(
     acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, first,
-    rows, sequences, base, count, scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    rows, sequences, kv_heads, splits, base, count, scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     SPAN: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, KV heads, splits). The rows from `base` on, `count` of them, of a tile against one split of their keys."""
-    own = tl.program_id(1)
-    heads = tl.num_programs(1) * GROUP
+    """Grid: row tiles × splits × KV heads, the last fastest. The rows from `base` on, `count` of them, of a tile against one split of their keys."""
+    own = tl.program_id(0) % kv_heads
+    split = tl.program_id(0) // kv_heads % splits
+    heads = kv_heads * GROUP
     packed = tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    b, row, valid = locate(tl.program_id(0), packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
+    b, row, valid = locate(tl.program_id(0) // kv_heads // splits, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
     valid = valid & (row >= base) & (row < tl.where(b < sequences, base + count, 0))  # the merge writes the zeros of padding rows
     if tl.max(valid.to(tl.int32), 0) == 1:
         head = own * GROUP + packed % GROUP
@@ -126,9 +127,9 @@ def _attend_fixed(
             lowest = tl.load(first + b)
         position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
         lower, begin, whole, shared, stop = _ranges(
-            position, valid, ctx, nodes, window, lowest, tl.program_id(2), KEYS, SPAN, WINDOW, FIRST
+            position, valid, ctx, nodes, window, lowest, split, KEYS, SPAN, WINDOW, FIRST
         )
-        at = (tl.program_id(2) * count + row - base) * heads + head
+        at = (split * count + row - base) * heads + head
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if begin < stop:
             acc = tl.zeros([PACKED, column.shape[0]], tl.float32)
