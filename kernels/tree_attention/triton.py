@@ -143,23 +143,31 @@ def _share(begin, stop, split, splits, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _cells(start, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """(slot within the block, entry of the block table) of the KEYS slot positions from `start`, a multiple of KEYS."""
+    lane = tl.arange(0, KEYS)
+    if KEYS % BLOCK == 0:  # the first does not change from tile to tile
+        return lane % BLOCK, start // BLOCK + lane // BLOCK
+    else:
+        return (start + lane) % BLOCK, (start + lane) // BLOCK
+
+
+@triton.jit
 def _tile(
-    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
+    q, k_own, v_own, place, wanted, seen, top, norm, acc, scale, UNIT: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
+    """Online softmax over the keys at `place` [KEYS], in units of UNIT so that 32 bits hold it. Returns the new top, norm, acc.
 
     Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
-    K is read as V is, so that both share their addresses, whose strides are in units of UNIT: 32 bits hold them. The scale, which must be
-    positive, goes into the multiply-add before the exponential.
+    K is read as V is, so that both share their addresses. The scale, which must be positive, goes into the multiply-add before the
+    exponential.
     """
     column = tl.arange(0, acc.shape[1])[None, :]
     if not MASKED:
-        wanted = tl.full(slot.shape, 1, tl.int1)
-    blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
-    place = (blocks * kv_block + (slot % BLOCK) * kv_slot).to(tl.int64)[:, None] * UNIT + column
-    k = from_cache(load_cache(k_own + place, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
-    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], slot.shape[0]], tl.float32))
+        wanted = tl.full(place.shape, 1, tl.int1)
+    offset = place.to(tl.int64)[:, None] * UNIT
+    k = from_cache(load_cache(k_own + column + offset, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], place.shape[0]], tl.float32))
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -168,7 +176,7 @@ def _tile(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
-    v = from_cache(load_cache(v_own + place, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    v = from_cache(load_cache(v_own + column + offset, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
     return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
 
 
@@ -219,15 +227,24 @@ def _attend(
             table = block_table + b.to(tl.int64) * table_row
             whole = tl.minimum(tl.maximum(whole, from_slot), stop)
             tail = tl.minimum(tl.maximum(tail, whole), stop)
+            inside, entry = _cells(whole, KEYS, BLOCK)
+            blocks = tl.load(table + entry, mask=tl.full([KEYS], 0, tl.int32) + whole < tail, other=0)
             for start in range(whole, tail, KEYS):
-                slot = start + tl.arange(0, KEYS)
-                top, norm, acc = _tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, UNIT, BLOCK, HD, False)
+                inside, entry = _cells(start, KEYS, BLOCK)
+                place = blocks * kv_block + inside * kv_slot
+                # the next tile's blocks are looked up here, a tile before their keys are asked for; the last tile's look up its own
+                inside, entry = _cells(tl.minimum(start + KEYS, tail - KEYS), KEYS, BLOCK)
+                blocks = tl.load(table + entry)
+                top, norm, acc = _tile(q, k, v, place, place, place, top, norm, acc, scale, UNIT, HD, False)
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
-            for start in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
-                slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, EDGE)
+            for at_whole in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
+                start = tl.where(at_whole < whole, at_whole, at_whole + skipped)
+                slot = start + tl.arange(0, EDGE)
                 want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
                 seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
-                top, norm, acc = _tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, UNIT, BLOCK, HD, True)
+                within, edge_entry = _cells(start, EDGE, BLOCK)
+                edge = tl.load(table + edge_entry, mask=want, other=0) * kv_block + within * kv_slot
+                top, norm, acc = _tile(q, k, v, edge, want, seen, top, norm, acc, scale, UNIT, HD, True)
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:
