@@ -39,22 +39,40 @@ def power_of_two(n: int) -> int:
 
 
 def fast(
-    rows: int, sequences: int, group: int, kv_heads: int, hd: int, itemsize: int, *, longest: int, shared: int, processors: int
+    rows: int, sequences: int, group: int, kv_heads: int, hd: int, itemsize: int, stored: int, *, longest: int, shared: int, processors: int
 ) -> Tiling:
-    """itemsize: bytes of a number in the products. longest: keys a block table has room for. shared: bytes of shared memory a program
-    may have. The rows are taken to be spread evenly over the sequences. Every other stage goes to the block table, whose entries
-    are the keys' addresses: five hold two tiles in flight. Larger tiles spill registers, before Hopper those of 128 rows too (ptxas)."""
+    """itemsize, stored: bytes of a number in the products and in the cache. longest: keys a block table has room for. shared: bytes of
+    shared memory a program may have. The rows are taken to be spread evenly over the sequences."""
     width = power_of_two(hd) * itemsize  # bytes of a padded row
-    bulk = 32768 if itemsize == 2 and shared >= HOPPER_SHARED else 16384
     each = max(1, -(-rows // max(sequences, 1)))
-    packed = max(16, power_of_two(group), min(power_of_two(each * group), 128, bulk // width))
-    keys, warps = 64 if width <= 256 else 32, 8 if packed * width >= 16384 else 4
-    stages = 5 if width <= 256 and shared >= HOPPER_SHARED else 3 if width <= 128 else 2 if width <= 1024 // itemsize else 1
+    if itemsize == 2 and width <= 256 and shared >= HOPPER_SHARED:
+        packed, keys, warps, stages = _warp_groups(each * group, group, power_of_two(hd) * stored)
+    else:
+        packed, keys, warps, stages = _warps(each * group, group, width, itemsize, shared)
     programs = max(sequences, 1) * -(-each // (packed // group)) * kv_heads
     wanted = processors * (8 // warps) // programs
     if each * group > 128 and 2 * programs > processors:
         wanted = 1  # prefill: the products fill the card, and partial results of many rows are no small matter
     return Tiling(packed, keys, warps, stages, max(1, min(wanted, MOST_SPLITS, longest // (2 * keys))))
+
+
+def _warp_groups(used: int, group: int, key_bytes: int) -> tuple[int, int, int, int]:
+    """(packed, keys, warps, stages) where products take operands from shared memory, 64 rows to four warps. key_bytes: of a stored key.
+
+    Fewer than 64 rows are filled up: each warp then owns whole rows, so that the softmax needs no other warp, and the products are still
+    done in the time of the bytes. Two programs of 64 rows share a processor: 16 KiB of K a tile, three tiles of K and V in flight.
+    """
+    packed = max(64 if used <= 64 else 128, power_of_two(group))
+    keys = 128 if packed == 128 or (packed == 64 and key_bytes <= 128) else 64
+    return packed, keys, 4 if packed == 64 else 8, 3
+
+
+def _warps(used: int, group: int, width: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
+    """(packed, keys, warps, stages) otherwise. Larger tiles spill registers, before Hopper those of 128 rows too (ptxas)."""
+    bulk = 32768 if itemsize == 2 and shared >= HOPPER_SHARED else 16384
+    packed = max(16, power_of_two(group), min(power_of_two(used), 128, bulk // width))
+    keys, warps = 64 if width <= 256 else 32, 8 if packed * width >= 16384 else 4
+    return packed, keys, warps, 2 if width <= 1024 // itemsize else 1
 
 
 def fixed(group: int, hd: int, itemsize: int, shared: int) -> Tiling:

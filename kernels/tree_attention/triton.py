@@ -31,7 +31,6 @@ from specdec.kernels.tree_attention.triton_parts import (
     load_cache,
     load_query,
     locate,
-    merge,
     rejects,
     workspace,
 )  # fmt: skip
@@ -39,6 +38,8 @@ from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
+
+_MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
 
 
 def tree_attention(
@@ -68,7 +69,8 @@ def tree_attention(
     group, half = heads // kv_heads, k_cache.dtype is FP8 and q.dtype is not torch.float32
     shared, processors = card(q.device)
     longest = block_table.shape[1] * block
-    cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), longest=longest, shared=shared, processors=processors)
+    stored = k_cache.element_size()
+    cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), stored, longest=longest, shared=shared, processors=processors)
     splits = splits or cut.splits
     parts = workspace(q, splits, rows) if splits > 1 else (out, out, out)
     unit = math.gcd(k_cache.stride(0), k_cache.stride(1))
@@ -83,7 +85,12 @@ def tree_attention(
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
-        merge(out, parts, cu_query, positions, sinks, heads, splits, kv_scales[1])
+        chunk, pairs = tiling.power_of_two(splits), rows * heads
+        part = max(1, _MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
+        _merge_few[(triton.cdiv(pairs, part),)](
+            out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
+            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None,
+        )  # fmt: skip
     return out
 
 
@@ -180,12 +187,13 @@ def _tile(
     return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window", "kv_block", "kv_slot"])
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window"])
 def _attend(
     out, acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
     sinks, first, rows, sequences, kv_heads, splits, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
-    EDGE: tl.constexpr, SEQUENCES: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    EDGE: tl.constexpr, SEQUENCES: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
     keys, those that need a mask in tiles of EDGE."""
@@ -253,3 +261,36 @@ def _attend(
         if SPLIT:
             tl.store(top_parts + at, top, mask=valid)
             tl.store(norm_parts + at, norm, mask=valid)
+
+
+@triton.jit(do_not_specialize=["pairs", "sequences", "splits"])
+def _merge_few(
+    out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
+    HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (pairs / PART): out of (row, head) pairs from all their splits, sinks counted once; padding rows become 0.
+
+    All loads are asked for at once, what no split wrote included: its weight is 0.
+    """
+    pair = tl.program_id(0) * PART + tl.arange(0, PART)
+    split, column = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(HD))
+    at = split[:, None] * pairs + pair[None, :]
+    there = (split < splits)[:, None] & (pair < pairs)[None, :]
+    place = at.to(tl.int64)[:, :, None] * HD + column[None, None, :]
+    part = tl.load(acc_parts + place, mask=there[:, :, None] & (column < HD)[None, None, :], other=0.0)
+    norms = tl.load(norm_parts + at, mask=there, other=0.0)
+    tops = tl.load(top_parts + at, mask=there, other=float("-inf"))
+    used = (pair < pairs) & (pair // HEADS < tl.load(cu_query + sequences))
+    tops = tl.where(used[None, :], tops, float("-inf"))
+    top = tl.max(tops, 0)
+    sink = tl.full([PART], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + pair % HEADS, mask=used, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(tops - base[None, :])
+    norm = tl.sum(tl.where(weight > 0.0, norms * weight, 0.0), 0) + tl.exp2(sink - base)
+    acc = tl.sum(tl.where(weight[:, :, None] > 0.0, part * weight[:, :, None], 0.0), 0)
+    acc = acc / tl.where(used, norm, 1.0)[:, None] * v_scale
+    place = pair.to(tl.int64)[:, None] * HD + column[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(pair < pairs)[:, None] & (column < HD)[None, :])

@@ -20,8 +20,6 @@ from triton.runtime import driver
 
 from specdec.kernels.kv_fp8 import FP8
 from specdec.kernels.tree_attention.tiling import power_of_two
-from specdec.kernels.triton_common import dot
-from specdec.kernels.triton_fp8 import from_cache
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -199,33 +197,3 @@ def load_cache(pointers, inside, wanted, WHOLE: tl.constexpr, MASKED: tl.constex
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside & wanted, other=0.0)
-
-
-@triton.jit
-def one_tile(
-    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
-    BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
-
-    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
-    """
-    column = tl.arange(0, acc.shape[1])
-    if not MASKED:
-        wanted = tl.full(slot.shape, 1, tl.int1)
-    blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
-    address = blocks.to(tl.int64) * kv_block + (slot % BLOCK) * kv_slot
-    keys = k_own + address[None, :] + column[:, None]
-    k = from_cache(load_cache(keys, column[:, None] < HD, wanted[None, :], acc.shape[1] == HD, MASKED), q.dtype)
-    scores = dot(q, k, tl.zeros([q.shape[0], slot.shape[0]], tl.float32)) * scale
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = new_top
-    if MASKED:  # a tile of which a row sees nothing changes nothing
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(top - base)
-    values = v_own + address[:, None] + column[None, :]
-    v = from_cache(load_cache(values, column[None, :] < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
-    return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])

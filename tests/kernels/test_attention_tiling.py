@@ -13,7 +13,7 @@ HOPPER = {"shared": 232448, "processors": 132}
 
 
 def cut(nodes: int, sequences: int, group: int, *, kv_heads: int = 8, hd: int = 128, itemsize: int = 2, longest: int = 32768) -> Tiling:
-    return tiling.fast(nodes * sequences, sequences, group, kv_heads, hd, itemsize, longest=longest, **HOPPER)
+    return tiling.fast(nodes * sequences, sequences, group, kv_heads, hd, itemsize, itemsize, longest=longest, **HOPPER)
 
 
 @pytest.mark.parametrize("hd", [64, 128])
@@ -42,8 +42,8 @@ def test_short_tables_and_prefill_are_not_split() -> None:
 
 
 def test_no_rows_or_sequences() -> None:
-    assert tiling.fast(0, 0, 4, 8, 128, 2, longest=16, **HOPPER).splits == 1
-    assert tiling.fast(5, 0, 4, 8, 128, 2, longest=0, **HOPPER).splits == 1
+    assert tiling.fast(0, 0, 4, 8, 128, 2, 2, longest=16, **HOPPER).splits == 1
+    assert tiling.fast(5, 0, 4, 8, 128, 2, 1, longest=0, **HOPPER).splits == 1
 
 
 def test_fixed_tiles_divide_the_fixed_splits_and_keep_trees_in_two() -> None:
