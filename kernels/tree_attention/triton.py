@@ -20,11 +20,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling
 from specdec.kernels.tree_attention.triton_parts import (
     LOG2E,
+    MERGED,
     ancestor,
     any_of,
     card,
@@ -38,8 +40,6 @@ from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
-
-_MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
 
 
 def tree_attention(
@@ -81,15 +81,15 @@ def tree_attention(
         q.stride(0), q.stride(1), k_cache.stride(0) // unit, k_cache.stride(1) // unit, k_cache.stride(2), block_table.stride(0),
         UNIT=unit, BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, EDGE=min(cut.keys, 64),
         SEQUENCES=tiling.power_of_two(sequences + 1),
-        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1,
+        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1, EARLY=cut.early,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         chunk, pairs = tiling.power_of_two(splits), rows * heads
-        part = max(1, _MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
+        part = max(1, MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
         _merge_few[(triton.cdiv(pairs, part),)](
             out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
-            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None,
+            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None, EARLY=cut.early, launch_pdl=cut.early,
         )  # fmt: skip
     return out
 
@@ -194,9 +194,12 @@ def _attend(
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, SEQUENCES: tl.constexpr,
     HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
     keys, those that need a mask in tiles of EDGE."""
+    if EARLY:
+        gdc_launch_dependents()
     own = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads % splits
     tile = tl.program_id(0) // kv_heads // splits
@@ -267,6 +270,7 @@ def _attend(
 def _merge_few(
     out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
     HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs / PART): out of (row, head) pairs from all their splits, sinks counted once; padding rows become 0.
 
@@ -277,6 +281,8 @@ def _merge_few(
     at = split[:, None] * pairs + pair[None, :]
     there = (split < splits)[:, None] & (pair < pairs)[None, :]
     place = at.to(tl.int64)[:, :, None] * HD + column[None, None, :]
+    if EARLY:  # until everything that the splits wrote is there
+        gdc_wait()
     part = tl.load(acc_parts + place, mask=there[:, :, None] & (column < HD)[None, None, :], other=0.0)
     norms = tl.load(norm_parts + at, mask=there, other=0.0)
     tops = tl.load(top_parts + at, mask=there, other=float("-inf"))

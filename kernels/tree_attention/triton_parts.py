@@ -23,7 +23,7 @@ from specdec.kernels.tree_attention.tiling import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
+MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
 
 
 def rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object) -> str | None:
@@ -77,7 +77,7 @@ def merge(
     pairs = parts[1].shape[0] // splits
     pairs = min(pairs, (out.shape[0] - base) * heads)
     chunk = 8 if keys_a_split else power_of_two(splits)
-    part = max(1, _MERGED // (chunk * power_of_two(hd)))  # (row, head) pairs a program takes
+    part = max(1, MERGED // (chunk * power_of_two(hd)))  # (row, head) pairs a program takes
     _merge[(triton.cdiv(pairs, part),)](
         out, *parts, cu_query, positions, out if sinks is None else sinks, pairs, parts[1].shape[0] // splits, base,
         cu_query.shape[0] - 1, splits, v_scale,
