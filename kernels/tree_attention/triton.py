@@ -15,6 +15,7 @@ Not a fixed order: tiles are in slot order (tree nodes by index, not by depth), 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
-from specdec.kernels.tree_attention import tiling
+from specdec.kernels.tree_attention import tiling, triton_parts
 from specdec.kernels.tree_attention.triton_parts import (
     LOG2E,
     MERGED,
@@ -33,13 +34,19 @@ from specdec.kernels.tree_attention.triton_parts import (
     load_cache,
     load_query,
     locate,
-    rejects,
     workspace,
 )  # fmt: skip
 from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
+
+
+def rejects(*args: Tensor, scale: float = 1.0, **kwargs: Any) -> str | None:
+    """Why the kernel cannot run the call, or None."""
+    if not scale > 0.0:
+        return f"scale {scale}; it takes positive ones"
+    return triton_parts.rejects(*args, **kwargs)
 
 
 def tree_attention(
