@@ -227,6 +227,8 @@ def _attend(
         if FIRST:
             lowest = tl.load(first + b)
         position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
+        word = tl.load(tree_mask + row, mask=valid, other=0)  # asked for with the positions: a wait less before the first keys
+        q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
         lower, begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
         from_slot = begin
         if SPLIT:
@@ -234,10 +236,6 @@ def _attend(
             at = split * rows * heads + pair
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if from_slot < stop:
-            word = tl.load(tree_mask + row, mask=valid, other=0)
-            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-            any_low, any_high = any_of(low), any_of(high)
-            q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
             if SINKS and not SPLIT:
                 top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 norm = norm + 1.0
@@ -254,6 +252,8 @@ def _attend(
                 inside, entry = _cells(tl.minimum(start + KEYS, tail - KEYS), KEYS, BLOCK)
                 blocks = tl.load(table + entry)
                 top, norm, acc = _tile(q, k, v, place, place, place, top, norm, acc, scale, UNIT, HD, False)
+            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+            any_low, any_high = any_of(low), any_of(high)
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
             for at_whole in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
                 start = tl.where(at_whole < whole, at_whole, at_whole + skipped)
