@@ -1,11 +1,12 @@
 """Tree attention on the GPU against the time to read its keys and values: one JSON record a cell in results/kernels-attention.jsonl.
 
     python bench/kernels_attention.py [--contexts 8192 32768] [--batch 1 8] [--nodes 1 8 32 64] [--group 4 8] [--kv bf16 fp8]
+        [--cut chosen early=1 keys=64,stages=4]
 
 A call is one layer with 8 KV heads of 128. Calls run inside a CUDA graph, over as many copies of the cache as make them read past L2, and
 the time of a call is that of a replay over its calls: median, with the 20th and 80th percentile. Beside it, in the same run, a kernel
 that only reads the same bytes. `bound` is the larger of that and of the products at 450 TFLOP/s; the aim is 1.25 times `bound`, and 1.15
-times the one-node call where nodes × group ≤ 64.
+times the one-node call where nodes × group ≤ 64. `--cut` times other launches beside the chosen one: fields of `tiling.Tiling`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bench import schema
 from specdec import ops
 from specdec.kernels.inputs import ancestor_words, depths, random_tree
 from specdec.kernels.kv_fp8 import FP8
+from specdec.kernels.tree_attention import tiling
 
 KV_HEADS, HEAD = 8, 128
 RATE = 450e12  # attention products a second that the bound assumes
@@ -97,6 +100,22 @@ def attend(caches: Tensor, rest: dict[str, Tensor], backend: str) -> Tensor:
         return ops.tree_attention(q, caches[0], caches[1], *others, scale=HEAD**-0.5, kv_scales=(0.5, 0.5))
 
 
+@contextmanager
+def cut_as(changes: str) -> Iterator[None]:
+    """The tilings chosen within, with some fields changed: `keys=64,stages=4`."""
+    chosen = tiling.fast
+    fields = {} if changes == "chosen" else {name: int(value) for name, value in (part.split("=") for part in changes.split(","))}
+
+    def changed(*args: Any, **kwargs: Any) -> tiling.Tiling:
+        return replace(chosen(*args, **kwargs), **fields)
+
+    tiling.fast = changed
+    try:
+        yield
+    finally:
+        tiling.fast = chosen
+
+
 def judged(cell: Cell, times: list[float], read_times: list[float]) -> dict[str, float]:
     """What the times mean: microseconds, the bound, the ratio to it, rates."""
     seconds, read = statistics.median(times), statistics.median(read_times)
@@ -134,6 +153,13 @@ def measure(cell: Cell, backend: str, repeats: int) -> dict[str, Any]:
     }
 
 
+def line(found: dict[str, Any]) -> str:
+    """A record in short."""
+    name = " ".join(str(found[field]) for field in ("context", "batch", "nodes", "group", "kv", "backend", "cut"))
+    numbers = " ".join(f"{field} {found.get(field)}" for field in ("us_p50", "bound_us", "times_bound", "times_one_node", "matched"))
+    return f"{name}: {numbers}"
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
@@ -143,6 +169,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kv", nargs="+", choices=list(KV_DTYPES), default=list(KV_DTYPES))
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--backend", nargs="+", default=["triton"], help="triton, triton_fixed")
+    parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the launch to change, as keys=64,stages=4")
     parser.add_argument("--repeats", type=int, default=50)
     return parser
 
@@ -152,15 +179,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
     one_node: dict[tuple[Any, ...], float] = {}
-    for cell, backend in itertools.product(cells(args), args.backend):
-        found = measure(cell, backend, args.repeats)
-        key = (cell.context, cell.batch, cell.group, cell.kv, backend)
+    for cell, backend, cut in itertools.product(cells(args), args.backend, args.cut):
+        with cut_as(cut):
+            found = measure(cell, backend, args.repeats) | {"cut": cut}
+        key = (cell.context, cell.batch, cell.group, cell.kv, backend, cut)
         if cell.nodes == 1:
             one_node[key] = found["us_p50"]
         if key in one_node:
             found["times_one_node"] = round(found["us_p50"] / one_node[key], 3)
         schema.append("kernels-attention", {"bench": "kernels-attention", **schema.environment(), **found})
-        print(found, flush=True)
+        print(line(found), flush=True)
 
 
 if __name__ == "__main__":

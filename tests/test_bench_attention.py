@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import kernels_attention as bench
-from specdec.kernels.tree_attention import matmul, reference
+from specdec.kernels.tree_attention import matmul, reference, tiling
 
 SCRIPT = Path(bench.__file__)
 
@@ -58,6 +59,18 @@ def test_the_bound_is_the_larger_of_reading_and_products() -> None:
 def test_all_cells_that_the_issue_asks_for() -> None:
     found = list(bench.cells(bench.arguments().parse_args([])))
     assert len(set(found)) == len(found) == 2 * 2 * 4 * 2 * 2
+
+
+def test_a_cut_changes_the_launch_and_is_taken_back() -> None:
+    def chosen() -> tiling.Tiling:
+        return tiling.fast(8, 1, 8, 8, 128, 2, 2, longest=8192, shared=232448, processors=132)
+
+    before = chosen()
+    with bench.cut_as("keys=128,splits=3"):
+        assert chosen() == replace(before, keys=128, splits=3)
+    with bench.cut_as("chosen"):
+        assert chosen() == before
+    assert chosen() == before
 
 
 def test_help_needs_no_card() -> None:

@@ -14,28 +14,39 @@ Not a fixed order: tiles are in slot order (tree nodes by index, not by depth), 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
-from specdec.kernels.tree_attention import tiling
+from specdec.kernels.tree_attention import tiling, triton_parts
 from specdec.kernels.tree_attention.triton_parts import (
     LOG2E,
+    MERGED,
     ancestor,
     any_of,
     card,
+    load_cache,
     load_query,
     locate,
-    merge,
-    one_tile,
-    rejects,
     workspace,
 )  # fmt: skip
-from specdec.kernels.triton_fp8 import handed
+from specdec.kernels.triton_common import dot
+from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
+
+
+def rejects(*args: Tensor, scale: float = 1.0, **kwargs: Any) -> str | None:
+    """Why the kernel cannot run the call, or None."""
+    if not scale > 0.0:
+        return f"scale {scale}; it takes positive ones"
+    return triton_parts.rejects(*args, **kwargs)
 
 
 def tree_attention(
@@ -65,20 +76,28 @@ def tree_attention(
     group, half = heads // kv_heads, k_cache.dtype is FP8 and q.dtype is not torch.float32
     shared, processors = card(q.device)
     longest = block_table.shape[1] * block
-    cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), longest=longest, shared=shared, processors=processors)
+    stored = k_cache.element_size()
+    cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), stored, longest=longest, shared=shared, processors=processors)
     splits = splits or cut.splits
     parts = workspace(q, splits, rows) if splits > 1 else (out, out, out)
-    _attend[(rows // (cut.packed // group) + sequences + 1, kv_heads, splits)](
+    unit = math.gcd(k_cache.stride(0), k_cache.stride(1))
+    _attend[((rows // (cut.packed // group) + sequences + 1) * splits * kv_heads,)](
         out, *parts, q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
         q if sinks is None else sinks, ctx_lens if first is None else first,
-        rows, sequences, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, SEQUENCES=tiling.power_of_two(sequences + 1),
-        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1,
+        rows, sequences, kv_heads, splits, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
+        q.stride(0), q.stride(1), k_cache.stride(0) // unit, k_cache.stride(1) // unit, k_cache.stride(2), block_table.stride(0),
+        UNIT=unit, BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, EDGE=min(cut.keys, 64),
+        SEQUENCES=tiling.power_of_two(sequences + 1),
+        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1, EARLY=cut.early,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
-        merge(out, parts, cu_query, positions, sinks, heads, splits, kv_scales[1])
+        chunk, pairs = tiling.power_of_two(splits), rows * heads
+        part = max(1, MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
+        _merge_few[(triton.cdiv(pairs, part),)](
+            out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
+            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None, EARLY=cut.early, launch_pdl=cut.early,
+        )  # fmt: skip
     return out
 
 
@@ -128,25 +147,73 @@ def _ranges(position, valid, ctx, nodes, window, lowest, KEYS: tl.constexpr, WIN
 
 @triton.jit
 def _share(begin, stop, split, splits, KEYS: tl.constexpr):
-    """The slot positions [low, high) of one split: equal shares in whole tiles, at least two; low >= high where nothing is left."""
-    share = tl.maximum((tl.cdiv(stop - begin, splits) + KEYS - 1) // KEYS, 2) * KEYS
-    low = begin + split * share
-    return low, tl.minimum(low + share, stop)
+    """The slot positions [low, high) of one split: equal shares in whole tiles, at least two; low >= high where nothing is left.
+
+    What needs a mask lies mostly at the end and is not read ahead: it counts as two tiles more."""
+    tiles = (stop - begin + KEYS - 1) // KEYS + 2
+    used = tl.maximum(tl.minimum(splits, tiles // 2), 1)
+    low = tl.where(split < used, begin + split * tiles // used * KEYS, stop)
+    return low, tl.minimum(begin + (split + 1) * tiles // used * KEYS, stop)
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "window"])
+@triton.jit
+def _cells(start, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """(slot within the block, entry of the block table) of the KEYS slot positions from `start`, a multiple of KEYS."""
+    lane = tl.arange(0, KEYS)
+    if KEYS % BLOCK == 0:  # the first does not change from tile to tile
+        return lane % BLOCK, start // BLOCK + lane // BLOCK
+    else:
+        return (start + lane) % BLOCK, (start + lane) // BLOCK
+
+
+@triton.jit
+def _tile(
+    q, k_own, v_own, place, wanted, seen, top, norm, acc, scale, UNIT: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Online softmax over the keys at `place` [KEYS], in units of UNIT so that 32 bits hold it. Returns the new top, norm, acc.
+
+    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
+    K is read as V is, so that both share their addresses. The scale, which must be positive, goes into the multiply-add before the
+    exponential.
+    """
+    column = tl.arange(0, acc.shape[1])[None, :]
+    if not MASKED:
+        wanted = tl.full(place.shape, 1, tl.int1)
+    offset = place.to(tl.int64)[:, None] * UNIT
+    k = from_cache(load_cache(k_own + column + offset, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], place.shape[0]], tl.float32))
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:  # a tile of which a row sees nothing changes nothing
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    v = from_cache(load_cache(v_own + column + offset, column < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window"])
 def _attend(
     out, acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
-    sinks, first, rows, sequences, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+    sinks, first, rows, sequences, kv_heads, splits, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
+    EDGE: tl.constexpr, SEQUENCES: tl.constexpr,
     HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, KV heads, splits). One tile of PACKED // GROUP rows of one sequence against its share of the keys."""
-    own = tl.program_id(1)
-    heads = tl.num_programs(1) * GROUP
+    """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
+    keys, those that need a mask in tiles of EDGE."""
+    if EARLY:
+        gdc_launch_dependents()
+    own = tl.program_id(0) % kv_heads
+    split = tl.program_id(0) // kv_heads % splits
+    tile = tl.program_id(0) // kv_heads // splits
+    heads = kv_heads * GROUP
     packed = tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    b, row, valid = locate(tl.program_id(0), packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
+    b, row, valid = locate(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
     head = own * GROUP + packed % GROUP
     pair = row * heads + head
     mask = valid[:, None] & (column < HD)[None, :]
@@ -160,17 +227,15 @@ def _attend(
         if FIRST:
             lowest = tl.load(first + b)
         position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
+        word = tl.load(tree_mask + row, mask=valid, other=0)  # asked for with the positions: a wait less before the first keys
+        q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
         lower, begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
         from_slot = begin
         if SPLIT:
-            from_slot, stop = _share(begin, stop, tl.program_id(2), tl.num_programs(2), KEYS)
-            at = tl.program_id(2) * rows * heads + pair
+            from_slot, stop = _share(begin, stop, split, splits, KEYS)
+            at = split * rows * heads + pair
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if from_slot < stop:
-            word = tl.load(tree_mask + row, mask=valid, other=0)
-            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-            any_low, any_high = any_of(low), any_of(high)
-            q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
             if SINKS and not SPLIT:
                 top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
                 norm = norm + 1.0
@@ -178,15 +243,26 @@ def _attend(
             table = block_table + b.to(tl.int64) * table_row
             whole = tl.minimum(tl.maximum(whole, from_slot), stop)
             tail = tl.minimum(tl.maximum(tail, whole), stop)
+            inside, entry = _cells(whole, KEYS, BLOCK)
+            blocks = tl.load(table + entry, mask=tl.full([KEYS], 0, tl.int32) + whole < tail, other=0)
             for start in range(whole, tail, KEYS):
-                slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
+                inside, entry = _cells(start, KEYS, BLOCK)
+                place = blocks * kv_block + inside * kv_slot
+                # the next tile's blocks are looked up here, a tile before their keys are asked for; the last tile's look up its own
+                inside, entry = _cells(tl.minimum(start + KEYS, tail - KEYS), KEYS, BLOCK)
+                blocks = tl.load(table + entry)
+                top, norm, acc = _tile(q, k, v, place, place, place, top, norm, acc, scale, UNIT, HD, False)
+            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+            any_low, any_high = any_of(low), any_of(high)
             skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
-            for start in tl.range(from_slot, stop - skipped, KEYS, num_stages=1):
-                slot = tl.where(start < whole, start, start + skipped) + tl.arange(0, KEYS)
+            for at_whole in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
+                start = tl.where(at_whole < whole, at_whole, at_whole + skipped)
+                slot = start + tl.arange(0, EDGE)
                 want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
                 seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
-                top, norm, acc = one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
+                within, edge_entry = _cells(start, EDGE, BLOCK)
+                edge = tl.load(table + edge_entry, mask=want, other=0) * kv_block + within * kv_slot
+                top, norm, acc = _tile(q, k, v, edge, want, seen, top, norm, acc, scale, UNIT, HD, True)
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:
@@ -195,3 +271,39 @@ def _attend(
         if SPLIT:
             tl.store(top_parts + at, top, mask=valid)
             tl.store(norm_parts + at, norm, mask=valid)
+
+
+@triton.jit(do_not_specialize=["pairs", "sequences", "splits"])
+def _merge_few(
+    out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
+    HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (pairs / PART): out of (row, head) pairs from all their splits, sinks counted once; padding rows become 0.
+
+    All loads are asked for at once, what no split wrote included: its weight is 0.
+    """
+    pair = tl.program_id(0) * PART + tl.arange(0, PART)
+    split, column = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(HD))
+    at = split[:, None] * pairs + pair[None, :]
+    there = (split < splits)[:, None] & (pair < pairs)[None, :]
+    place = at.to(tl.int64)[:, :, None] * HD + column[None, None, :]
+    if EARLY:  # until everything that the splits wrote is there
+        gdc_wait()
+    part = tl.load(acc_parts + place, mask=there[:, :, None] & (column < HD)[None, None, :], other=0.0)
+    norms = tl.load(norm_parts + at, mask=there, other=0.0)
+    tops = tl.load(top_parts + at, mask=there, other=float("-inf"))
+    used = (pair < pairs) & (pair // HEADS < tl.load(cu_query + sequences))
+    tops = tl.where(used[None, :], tops, float("-inf"))
+    top = tl.max(tops, 0)
+    sink = tl.full([PART], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + pair % HEADS, mask=used, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(tops - base[None, :])
+    norm = tl.sum(tl.where(weight > 0.0, norms * weight, 0.0), 0) + tl.exp2(sink - base)
+    acc = tl.sum(tl.where(weight[:, :, None] > 0.0, part * weight[:, :, None], 0.0), 0)
+    acc = acc / tl.where(used, norm, 1.0)[:, None] * v_scale
+    place = pair.to(tl.int64)[:, None] * HD + column[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(pair < pairs)[:, None] & (column < HD)[None, :])

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling
-from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, card, load_query, locate, merge, one_tile, rejects, workspace
-from specdec.kernels.triton_fp8 import handed
+from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, card, load_cache, load_query, locate, merge, rejects, workspace
+from specdec.kernels.triton_common import dot
+from specdec.kernels.triton_fp8 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
 
@@ -62,9 +63,10 @@ def tree_attention(
     step = min(rows, max(1, room // (splits * heads * (hd + 2))))
     parts = workspace(q, splits, step)
     for base in range(0, rows, max(step, 1)):
-        _attend_fixed[(rows // (cut.packed // group) + sequences + 1, kv_heads, splits)](
+        _attend_fixed[((rows // (cut.packed // group) + sequences + 1) * splits * kv_heads,)](
             *parts, q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
-            ctx_lens if first is None else first, rows, sequences, base, step, scale * kv_scales[0] * LOG2E.value, window or 0,
+            ctx_lens if first is None else first, rows, sequences, kv_heads, splits, base, step, scale * kv_scales[0] * LOG2E.value,
+            window or 0,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
             BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, SEQUENCES=tiling.power_of_two(sequences + 1),
             SPAN=tiling.FIXED_SPLIT, HALF=half, WINDOW=window is not None, FIRST=first is not None,
@@ -103,19 +105,51 @@ def _path_slots(logical, ctx, word):
     return tl.where(logical < ctx, logical, ctx + tl.sum(tl.where(mine, node[None, :], 0), 1))
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "base", "count", "window", "table_row"])
+@triton.jit
+def _one_tile(
+    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
+    BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
+
+    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
+    """
+    column = tl.arange(0, acc.shape[1])
+    if not MASKED:
+        wanted = tl.full(slot.shape, 1, tl.int1)
+    blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
+    address = blocks.to(tl.int64) * kv_block + (slot % BLOCK) * kv_slot
+    keys = k_own + address[None, :] + column[:, None]
+    k = from_cache(load_cache(keys, column[:, None] < HD, wanted[None, :], acc.shape[1] == HD, MASKED), q.dtype)
+    scores = dot(q, k, tl.zeros([q.shape[0], slot.shape[0]], tl.float32)) * scale
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = new_top
+    if MASKED:  # a tile of which a row sees nothing changes nothing
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    values = v_own + address[:, None] + column[None, :]
+    v = from_cache(load_cache(values, column[None, :] < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
+    return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "base", "count", "window", "table_row"])
 def _attend_fixed(
     acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions, first,
-    rows, sequences, base, count, scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    rows, sequences, kv_heads, splits, base, count, scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     SPAN: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, KV heads, splits). The rows from `base` on, `count` of them, of a tile against one split of their keys."""
-    own = tl.program_id(1)
-    heads = tl.num_programs(1) * GROUP
+    """Grid: row tiles × splits × KV heads, the last fastest. The rows from `base` on, `count` of them, of a tile against
+    one split of their keys."""
+    own = tl.program_id(0) % kv_heads
+    split = tl.program_id(0) // kv_heads % splits
+    heads = kv_heads * GROUP
     packed = tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    b, row, valid = locate(tl.program_id(0), packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
+    b, row, valid = locate(tl.program_id(0) // kv_heads // splits, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
     valid = valid & (row >= base) & (row < tl.where(b < sequences, base + count, 0))  # the merge writes the zeros of padding rows
     if tl.max(valid.to(tl.int32), 0) == 1:
         head = own * GROUP + packed % GROUP
@@ -125,10 +159,8 @@ def _attend_fixed(
         if FIRST:
             lowest = tl.load(first + b)
         position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
-        lower, begin, whole, shared, stop = _ranges(
-            position, valid, ctx, nodes, window, lowest, tl.program_id(2), KEYS, SPAN, WINDOW, FIRST
-        )
-        at = (tl.program_id(2) * count + row - base) * heads + head
+        lower, begin, whole, shared, stop = _ranges(position, valid, ctx, nodes, window, lowest, split, KEYS, SPAN, WINDOW, FIRST)
+        at = (split * count + row - base) * heads + head
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if begin < stop:
             acc = tl.zeros([PACKED, column.shape[0]], tl.float32)
@@ -137,7 +169,7 @@ def _attend_fixed(
             table = block_table + b.to(tl.int64) * table_row
             for start in range(begin, whole, KEYS):
                 slot = start + tl.arange(0, KEYS)
-                top, norm, acc = one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
+                top, norm, acc = _one_tile(q, k, v, table, slot, slot, slot, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, False)
             common = tl.cdiv(shared - whole, KEYS)  # masked tiles for all rows together; then, node by node, those of its path
             each = tl.cdiv(stop - shared, KEYS)
             members = tl.max(tl.where(valid, packed // GROUP, -1), 0) + 1
@@ -157,7 +189,7 @@ def _attend_fixed(
                     seen = seen & (position[:, None] - logical[None, :] < window)
                 if FIRST:
                     seen = seen & (logical >= lowest)[None, :]
-                top, norm, acc = one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
+                top, norm, acc = _one_tile(q, k, v, table, slot, want, seen, top, norm, acc, scale, kv_block, kv_slot, BLOCK, HD, True)
             tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
         tl.store(top_parts + at, top, mask=valid)
         tl.store(norm_parts + at, norm, mask=valid)

@@ -1,8 +1,9 @@
 """What the two Triton kernels of tree attention share: whose rows a tile holds, which keys they see, and the merge of the splits.
 
-Packed row m of a tile is row m // GROUP of the tile and query head m % GROUP of the KV head. Sequence b owns the tiles from
-cu_query[b] // R + b on (R rows a tile), which leaves room for its last, partly filled one; T // R + B + 1 tiles always do, so the grid
-needs no look at the device. The tiles past the last sequence hold the padding rows.
+Packed row m of a tile is row m // GROUP of the tile and query head m % GROUP of the KV head. Tiles of R rows are numbered without gaps
+through the sequences and then the padding rows; T // R + B + 1 always are enough, so the grid needs no look at the device. The tile is
+the slowest index of a program: those without rows come last, for the card deals programs out to its processors by number, and gaps at
+regular distances left some processors without work.
 
 Splits leave (acc, max, sum) per row and head in a float32 workspace; those without keys leave max = -inf and no acc.
 """
@@ -19,12 +20,10 @@ from triton.runtime import driver
 
 from specdec.kernels.kv_fp8 import FP8
 from specdec.kernels.tree_attention.tiling import power_of_two
-from specdec.kernels.triton_common import dot
-from specdec.kernels.triton_fp8 import from_cache
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
+MERGED = 4096  # numbers a program of the merge holds at a time, spread over 128 threads
 
 
 def rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **__: object) -> str | None:
@@ -78,7 +77,7 @@ def merge(
     pairs = parts[1].shape[0] // splits
     pairs = min(pairs, (out.shape[0] - base) * heads)
     chunk = 8 if keys_a_split else power_of_two(splits)
-    part = max(1, _MERGED // (chunk * power_of_two(hd)))  # (row, head) pairs a program takes
+    part = max(1, MERGED // (chunk * power_of_two(hd)))  # (row, head) pairs a program takes
     _merge[(triton.cdiv(pairs, part),)](
         out, *parts, cu_query, positions, out if sinks is None else sinks, pairs, parts[1].shape[0] // splits, base,
         cu_query.shape[0] - 1, splits, v_scale,
@@ -130,17 +129,18 @@ def _merge(
 
 @triton.jit
 def locate(tile, packed, cu_query, rows, sequences, ROWS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr):
-    """(sequence of the tile, `sequences` for padding rows; its packed rows' rows; which of them there are).
+    """(sequence of the tile, `sequences` for padding rows; its packed rows' rows; which of them there are): none past the last tile.
 
-    The sequence is the last b with cu_query[b] // ROWS + b <= tile; all candidates are looked at together. SEQUENCES > sequences.
+    All sequences are looked at together. SEQUENCES > sequences.
     """
     index = tl.arange(0, SEQUENCES)
     starts = tl.load(cu_query + index, mask=index <= sequences, other=0)
-    before = (index > 0) & (index <= sequences) & (starts // ROWS + index <= tile)
-    b = tl.sum(before.to(tl.int32), 0)
-    start = tl.sum(tl.where(index == b, starts, 0), 0)
-    end = tl.where(b < sequences, tl.sum(tl.where(index == b + 1, starts, 0), 0), rows)
-    row = start + (tile - (start // ROWS + b)) * ROWS + packed // GROUP
+    ends = tl.load(cu_query + index + 1, mask=index < sequences, other=rows)
+    tiles = tl.where(index <= sequences, (ends - starts + ROWS - 1) // ROWS, 0)
+    past = tl.cumsum(tiles, 0)
+    b = tl.sum((past <= tile).to(tl.int32), 0)
+    start, end = tl.sum(tl.where(index == b, starts, 0), 0), tl.sum(tl.where(index == b, ends, 0), 0)
+    row = start + (tile - tl.sum(tl.where(index == b, past - tiles, 0), 0)) * ROWS + packed // GROUP
     return b, row, (packed < ROWS * GROUP) & (row < end)
 
 
@@ -189,7 +189,7 @@ def load_query(q_base, row, head, mask, q_row, q_head, column, HALF: tl.constexp
 
 
 @triton.jit
-def _load(pointers, inside, wanted, WHOLE: tl.constexpr, MASKED: tl.constexpr):
+def load_cache(pointers, inside, wanted, WHOLE: tl.constexpr, MASKED: tl.constexpr):
     """What is inside the head (all of it where WHOLE) at the slots wanted (all of them unless MASKED), else 0."""
     if MASKED:
         return tl.load(pointers, mask=inside & wanted, other=0.0)
@@ -197,33 +197,3 @@ def _load(pointers, inside, wanted, WHOLE: tl.constexpr, MASKED: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside & wanted, other=0.0)
-
-
-@triton.jit
-def one_tile(
-    q, k_own, v_own, table, slot, wanted, seen, top, norm, acc, scale, kv_block, kv_slot,
-    BLOCK: tl.constexpr, HD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys at `slot` [KEYS]. Returns the new top, norm, acc.
-
-    Where MASKED count seen [M, KEYS] and wanted [KEYS], the slots that may be read: what no row sees may hold anything, NaN included.
-    """
-    column = tl.arange(0, acc.shape[1])
-    if not MASKED:
-        wanted = tl.full(slot.shape, 1, tl.int1)
-    blocks = tl.load(table + slot // BLOCK, mask=wanted, other=0)
-    address = blocks.to(tl.int64) * kv_block + (slot % BLOCK) * kv_slot
-    keys = k_own + address[None, :] + column[:, None]
-    k = from_cache(_load(keys, column[:, None] < HD, wanted[None, :], acc.shape[1] == HD, MASKED), q.dtype)
-    scores = dot(q, k, tl.zeros([q.shape[0], slot.shape[0]], tl.float32)) * scale
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = new_top
-    if MASKED:  # a tile of which a row sees nothing changes nothing
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(top - base)
-    values = v_own + address[:, None] + column[None, :]
-    v = from_cache(_load(values, column[None, :] < HD, wanted[:, None], acc.shape[1] == HD, MASKED), q.dtype)
-    return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])

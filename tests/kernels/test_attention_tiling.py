@@ -13,7 +13,7 @@ HOPPER = {"shared": 232448, "processors": 132}
 
 
 def cut(nodes: int, sequences: int, group: int, *, kv_heads: int = 8, hd: int = 128, itemsize: int = 2, longest: int = 32768) -> Tiling:
-    return tiling.fast(nodes * sequences, sequences, group, kv_heads, hd, itemsize, longest=longest, **HOPPER)
+    return tiling.fast(nodes * sequences, sequences, group, kv_heads, hd, itemsize, itemsize, longest=longest, **HOPPER)
 
 
 @pytest.mark.parametrize("hd", [64, 128])
@@ -41,9 +41,18 @@ def test_short_tables_and_prefill_are_not_split() -> None:
     assert cut(100, 1, 4, kv_heads=1).splits > 1, "few rows and heads: even prefill leaves processors idle"
 
 
+def test_hopper_fills_warp_groups_of_64_rows() -> None:
+    for nodes, group in itertools.product((1, 2, 5, 8, 16, 64), (1, 3, 4, 8)):
+        t = cut(nodes, 1, group)
+        few = nodes * group <= 64
+        assert (t.packed, t.warps, t.keys) == ((64, 4, 64) if few else (128, 8, 128))
+        shared = 256 * (t.packed + 2 * t.keys * t.stages)  # of Q, and of the tiles of K and V
+        assert shared + 1024 <= 233472 // (2 if few else 1), "two programs a processor"
+
+
 def test_no_rows_or_sequences() -> None:
-    assert tiling.fast(0, 0, 4, 8, 128, 2, longest=16, **HOPPER).splits == 1
-    assert tiling.fast(5, 0, 4, 8, 128, 2, longest=0, **HOPPER).splits == 1
+    assert tiling.fast(0, 0, 4, 8, 128, 2, 2, longest=16, **HOPPER).splits == 1
+    assert tiling.fast(5, 0, 4, 8, 128, 2, 1, longest=0, **HOPPER).splits == 1
 
 
 def test_fixed_tiles_divide_the_fixed_splits_and_keep_trees_in_two() -> None:

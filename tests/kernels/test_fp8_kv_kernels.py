@@ -141,6 +141,17 @@ def test_forced_splits(tree: str, shape: tuple[int, int, int], splits: int) -> N
     assert _error(batch, options, splits=splits) < 5e-6
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("kv", "nodes"), [(FP8, 20), (torch.bfloat16, 60)], ids=["codes", "128 rows"])
+def test_tiles_of_128_keys(kv: torch.dtype, nodes: int, splits: int) -> None:
+    """Several whole ones and the narrower ones at the edge, of trees of unlike length and of a sequence with none whole."""
+    rows = [Rows(700, tree=tuple(random_tree(nodes, 3))), Rows(530, tree=tuple(random_tree(nodes, 4))), Rows(90, nodes)]
+    batch = _attention(rows, 3, 64, 16, torch.bfloat16, kv)
+    limit = LIMIT[torch.bfloat16] * (1 if kv is FP8 else 2)  # weights are rounded to bfloat16 too
+    assert _error(batch, {"scale": 0.125}, splits=splits) < limit
+    assert _error(batch, {"scale": 0.125, "window": 300}, splits=splits) < limit
+
+
 @pytest.mark.parametrize("options", [{"window": 130}, {"first": torch.tensor([290, 2], dtype=torch.int32)}, {"window": 3}], ids=str)
 def test_forced_splits_with_hidden_keys(options: dict[str, Any]) -> None:
     batch = _attention([Rows(300, tree=tuple(random_tree(16, 2))), Rows(90, 12)], 4, 32, 16, torch.float32, torch.float32)

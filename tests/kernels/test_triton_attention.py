@@ -78,6 +78,7 @@ def test_queries_may_be_a_view_of_the_projection() -> None:
 def test_refusals_say_why(change: dict[str, torch.Tensor], reason: str) -> None:
     call = {"q": torch.zeros(2, 9, 64), "k_cache": torch.zeros(1, 16, 3, 64), "v_cache": torch.zeros(1, 16, 3, 64)} | change
     assert reason in (triton_attention.rejects(*call.values()) or "")
+    assert "scale" in (triton_attention.rejects(*call.values(), scale=-1.0) or "")
 
 
 def test_deterministic_mode_picks_the_fixed_order() -> None:
