@@ -2,7 +2,7 @@
 
 Three launches. `_weigh` adds up each bin's mass, in shared memory and from there in the row's table; the program of a row that comes
 last finds the bin of the cut. `_sieve` reads the ranks once more: bins above are kept, bins below are not, the tokens of the bin itself
-are listed. `_find` bisects on that list, in registers. Bins are 64 an octave of 1 + |rank|, so that scores of any scale spread: at
+are listed. `_find` looks for the last of them with finer histograms of the list, which is in registers. Bins are 64 an octave of 1 + |rank|, so that scores of any scale spread: at
 a score of 20 one is 0.25 wide, which is some hundreds of tokens of a language model's law and one or two thousand of a flat one.
 A list that is too long (a bin of equal scores, say) is not used: `_find` then descends through the digits of (rank, id) with a
 histogram of the row for each, exactly, but in one program: some 30 µs a digit for 128k tokens.
@@ -22,7 +22,9 @@ from torch import Tensor
 from specdec.kernels.triton_common import INTERPRET, INTERPRETED
 
 _TILE = 65536 if INTERPRETED else 2048  # compiled, at least as many as a program has threads: none may add a token twice
-_LIST_TILE = 4096  # entries of a list, which stay in registers
+_SIEVE_TILE = 65536 if INTERPRETED else 256  # few: most tiles then have nothing to list
+_LIST_TILE = 4096  # entries of a list, which stay in registers; at least as many as threads too
+_ROOM = _LIST_TILE  # of a list
 _PROGRAMS = 528  # of `_weigh`: four for each multiprocessor of a large card
 _DIGIT = tl.constexpr(11)
 _BINS = tl.constexpr(1 << 11)
@@ -49,7 +51,7 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     kept = torch.empty((rows, vocab), dtype=torch.bool, device=device)
     if kept.numel() == 0:
         return kept
-    room = min(vocab, _LIST_TILE)
+    room = min(vocab, _ROOM)
     ids = torch.empty((rows, room), dtype=torch.int32, device=device)
     counted = torch.zeros((rows, _BINS.value + 2), dtype=torch.int64, device=device)  # the table, programs done, tokens listed
     cut = torch.empty((rows, 2), dtype=torch.int64, device=device)  # the bin, what its own mass has to reach
@@ -57,9 +59,8 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     tiles = triton.cdiv(vocab, _TILE)
     each = triton.cdiv(rows * tiles, _PROGRAMS)
     _weigh[(rows, triton.cdiv(tiles, each))](log_p, rank, p.contiguous(), cells, counted, cut, vocab, each, TILE=_TILE, num_warps=8)
-    _sieve[(rows, tiles)](rank, ids, counted, cut, kept, vocab, room, TILE=_TILE)
-    list_tile = triton.next_power_of_2(room)
-    _find[(rows,)](log_p, rank, ids, cells, counted, cut, kept, vocab, room, LIST_TILE=list_tile, TILE=_TILE, num_warps=8)
+    _sieve[(rows, triton.cdiv(vocab, _SIEVE_TILE))](rank, ids, counted, cut, kept, vocab, room, TILE=_SIEVE_TILE, num_warps=1)
+    _find[(rows,)](log_p, rank, ids, cells, counted, cut, kept, vocab, room, LIST_TILE=_LIST_TILE, TILE=_TILE, num_warps=8)
     return kept
 
 
@@ -86,9 +87,25 @@ def _place(key, token):
 
 @triton.jit
 def _masses(log_p):
-    """The reference's: i64 in units of 2**-52, none for NaN."""
-    mass = tl.exp(log_p.to(tl.float64))
-    return (1.0 + tl.where(mass == mass, mass, 0.0)).to(tl.int64, bitcast=True) - _ONE
+    """The reference's: i64 in units of 2**-52, none for NaN. exp by a polynomial of degree 11 on half an octave either side of 1 (made for
+    the interval, off by 2**-55.8 at most), in fewer operations than a library's that also knows large arguments."""
+    x = tl.maximum(tl.where(log_p == log_p, log_p, -40.0), -40.0).to(tl.float64)
+    turned = x * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2**52: rounds to an integer, which the lowest bits then are
+    octaves = turned - 6755399441055744.0
+    r = x - octaves * 0.6931471805592082  # 40 bits of log 2, exact in any product here
+    r = r - octaves * 7.371002565167799e-13
+    y = r * 2.51003758422237e-08 + 2.7620075892548164e-07
+    y = y * r + 2.7557268480289716e-06
+    y = y * r + 2.480152132234228e-05
+    y = y * r + 0.00019841269863040559
+    y = y * r + 0.0013888888917196736
+    y = y * r + 0.008333333333330065
+    y = y * r + 0.041666666666624164
+    y = y * r + 0.16666666666666669
+    y = y * r + 0.5000000000000001
+    y = (y * r + 1.0) * r + 1.0
+    scaled = (y.to(tl.int64, bitcast=True) + (turned.to(tl.int64, bitcast=True) << 52)).to(tl.float64, bitcast=True)
+    return (1.0 + scaled).to(tl.int64, bitcast=True) - _ONE
 
 
 # Bins in shared memory, which Triton does not index by data: the low words of the sums, 8192 bytes further the high ones.
@@ -96,12 +113,10 @@ _ADDRESS = tl.constexpr("{ .shared .align 16 .b8 cells[16384]; mov.u32 $0, cells
 _CLEAR = tl.constexpr("st.shared.b32 [$1], 0; st.shared.b32 [$1+8192], 0; mov.b32 $0, 0;")
 _READ = tl.constexpr("{ .reg .b32 low, high; ld.shared.b32 low, [$1]; ld.shared.b32 high, [$1+8192]; mov.b64 $0, {low, high}; }")
 _ADD = tl.constexpr("""{
-.reg .pred some, more;
+.reg .pred more;
 .reg .b32 low, high, before;
 mov.b64 {low, high}, $2;
-mov.b32 before, 0;
-setp.ne.s64 some, $2, 0;
-@some atom.shared.add.u32 before, [$1], low;
+atom.shared.add.u32 before, [$1], low;
 add.cc.u32 before, before, low;
 addc.u32 high, high, 0;
 setp.ne.u32 more, high, 0;
@@ -132,10 +147,11 @@ def _clear(bins):
 
 @triton.jit
 def _add(bins, index, mass):
-    """Adds masses i64 to the bins of index; of those without mass any index will do."""
+    """Adds masses i64 to the bins of index."""
     if INTERPRET:
-        tl.atomic_add(bins + index, mass, mask=mass != 0)
-    else:
+        tl.atomic_add(bins + index, mass)
+    else:  # what is nothing goes to bins far apart: were it -inf, all of it would queue for one
+        index = tl.where(mass != 0, index, tl.arange(0, index.shape[0]) & (_BINS - 1))
         tl.inline_asm_elementwise(_ADD, "=r,r,l", [bins + index * 4, mass], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -157,7 +173,7 @@ def _crossing(masses, target):
     return found, target - tl.sum(tl.where(tl.arange(0, _BINS) > found, masses, 0), 0)
 
 
-@triton.jit(do_not_specialize=["vocab", "each"])
+@triton.jit(do_not_specialize=["each"])
 def _weigh(log_p, rank, p, cells, counted, cut, vocab, each, TILE: tl.constexpr):
     """Grid (rows, programs), each of which takes `each` tiles."""
     row = tl.program_id(0).to(tl.int64)
@@ -181,7 +197,7 @@ def _weigh(log_p, rank, p, cells, counted, cut, vocab, each, TILE: tl.constexpr)
         tl.store(cut + 2 * row + 1, rest)
 
 
-@triton.jit(do_not_specialize=["vocab", "room"])
+@triton.jit(do_not_specialize=["room"])
 def _sieve(rank, ids, counted, cut, kept, vocab, room, TILE: tl.constexpr):
     """Grid (rows, tiles). In the bin of the cut nothing is kept yet."""
     row = tl.program_id(0).to(tl.int64)
@@ -191,22 +207,27 @@ def _sieve(rank, ids, counted, cut, kept, vocab, room, TILE: tl.constexpr):
     own, bound = _bin(score), tl.load(cut + 2 * row).to(tl.int32)
     tl.store(kept + row * vocab + column, own > bound, mask=real)
     chosen = real & (own == bound)
-    listed = counted + row * (_BINS + 2) + _BINS + 1 + tl.zeros([TILE], tl.int32)
-    place = tl.atomic_add(listed, 1, mask=chosen, sem="relaxed")  # few tokens, and nobody but them pays
-    tl.store(ids + row * room + place, column, mask=chosen & (place < room))
+    count = tl.sum(chosen.to(tl.int32), 0)
+    if count > 0:
+        first = tl.atomic_add(counted + row * (_BINS + 2) + _BINS + 1, count.to(tl.int64), sem="relaxed")
+        place = first + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(ids + row * room + place, column, mask=chosen & (place < room))
 
 
 @triton.jit
-def _bisect(key, token, mass, target):
+def _select(key, token, mass, bins, target):
     """(key, last id at that key) of the last entry that is wanted. Entries with the largest id are none, and have no mass."""
     low = tl.min(tl.where(token < 2147483647, key, 2147483647), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64)
-    while low < high:  # the highest key whose mass, with all above it, reaches the target
-        middle = (low + high + 1) >> 1
-        reached = tl.sum(tl.where(key >= middle, mass, 0), 0) >= target
-        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
+    while low < high:  # the key lies between the two
+        shift = tl.where(high - low >= 1 << 22, 22, tl.where(high - low >= 1 << 11, 11, 0))
+        _clear(bins)
+        inside = (key >= low) & (key <= high)
+        _add(bins, tl.where(inside, (key - low) >> shift, 0).to(tl.int32), tl.where(inside, mass, 0))
+        digit, target = _crossing(_read(bins), target)
+        low += digit.to(tl.int64) << shift
+        high = tl.minimum(high, low + (1 << shift) - 1)
     tied = key == low
-    target -= tl.sum(tl.where(key > low, mass, 0), 0)
     first = tl.min(tl.where(tied, token, 2147483647), 0).to(tl.int64)
     last = tl.max(tl.where(tied, token, 0), 0).to(tl.int64)
     while first < last:  # the lowest id up to which its tokens are wanted
@@ -238,7 +259,7 @@ def _descend(log_p, rank, bins, vocab, bound, target, TILE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["vocab", "room"])
+@triton.jit(do_not_specialize=["room"])
 def _find(
     log_p, rank, ids, cells, counted, cut, kept, vocab, room, LIST_TILE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -264,5 +285,5 @@ def _find(
         token = tl.load(ids + row * room + slot, mask=there, other=2147483647)
         key = tl.where(there, _ordered(tl.load(rank + token, mask=there, other=0.0)), -2147483648)
         mass = _masses(tl.load(log_p + token, mask=there, other=float("-inf")))
-        least, last_id = _bisect(key, token, mass, target)
+        least, last_id = _select(key, token, mass, bins, target)
         tl.store(kept + token, (key > least) | ((key == least) & (token <= last_id)), mask=there)

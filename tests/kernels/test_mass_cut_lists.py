@@ -22,7 +22,7 @@ def _agrees(log_p: torch.Tensor, rank: torch.Tensor, p: float) -> bool:
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0])
 def test_both_ways_find_the_same_cut(monkeypatch: pytest.MonkeyPatch, room: int, scale: float) -> None:
     """Rounded scores tie; at scale 0 all do, and ids alone say where the cut is."""
-    monkeypatch.setattr(kernel, "_LIST_TILE", room)
+    monkeypatch.setattr(kernel, "_ROOM", room)
     scores = (torch.randn(2, 700, generator=torch.Generator().manual_seed(0)) * scale * 4).round() / 4
     for p in (0.0, 0.1313, 0.8371, 1.0):
         assert _agrees(scores.log_softmax(-1), scores, p)
