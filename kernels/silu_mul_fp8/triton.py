@@ -2,7 +2,8 @@
 
 Bytes a row of I in 16 bits: 4I in, I out, against 9I for product and quantisation apart. 64 rows of 28,672 are 9 MB, 2 µs at 4.2 TB/s.
 A row comes in chunks of 4096 columns, 16 bytes a load and thread; the products wait for the scale packed as they would have been
-written, 57 kB at 28,672 of 16 bits, so that two programs fit on a multiprocessor and one reads while the other divides. Where rows are fewer than multiprocessors several programs take a row: each makes all products, and writes a part.
+written, 57 kB at 28,672 of 16 bits, so that two programs fit on a multiprocessor and one reads while the other divides. Where rows
+are fewer than multiprocessors several programs take a row: each makes all products, and writes a part.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _silu_mul_fp8(
         up = _widened(tl.load(own + (chunk * COLUMNS + INNER), mask=mask, other=0.0))
         product = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype)
         top = _raised(top, product)
-        held = held + (product,)
+        held = held + (product,)  # noqa: RUF005 - Triton knows no star
     most = tl.max(magnitude(top.to(tl.float32)), 1)
     scale = row_scale(most.to(tl.float32, bitcast=True))
     tl.store(scale_out + row, scale, mask=row < rows)
