@@ -78,7 +78,7 @@ def _numbers(key, place, above, picked, ROUNDS: tl.constexpr, LANES: tl.constexp
     jumps = (jump,)  # the pick above, two above, four above, …, or the top
     for i in tl.static_range(ROUNDS):
         path += tl.gather(path, jumps[i], 0)
-        jumps = jumps + (tl.gather(jumps[i], jumps[i], 0),)  # noqa: RUF005 - Triton knows no star
+        jumps = jumps + (tl.gather(jumps[i], jumps[i], 0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton: no star
     level, kept = path & 0xFFFF, (path < 1 << 16).to(tl.int32)
     siblings = (above[None, :] == above[:, None]) & ahead & (kept[None, :] != 0)
     best = kept & (tl.max(siblings.to(tl.int32), 1) == 0).to(tl.int32)
