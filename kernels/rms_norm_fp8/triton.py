@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.kernels.rms_norm.triton import rejects
 from specdec.kernels.triton_common import row_tile
+from specdec.kernels.triton_e4m3 import native
 from specdec.kernels.triton_fp8_rows import quantize_rows
 
 __all__ = ["add_rms_norm_fp8", "rejects", "rms_norm_fp8"]
@@ -36,15 +37,17 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     tile, columns = row_tile(width)
     if rows and width:
-        shape = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns, "ADD": add, "num_warps": max(4, min(16, columns // 1024))}
-        _norm_fp8[(triton.cdiv(rows, tile),)](x, residual, weight, q.view(torch.uint8), scale, total, rows, eps, **shape)
+        shape = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns, "ADD": add, "NATIVE": native(x.device)}
+        warps = max(4, min(16, columns // 512))
+        _norm_fp8[(triton.cdiv(rows, tile),)](x, residual, weight, q.view(torch.uint8), scale, total, rows, eps, **shape, num_warps=warps)
     return q, scale
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_fp8(
-    x, residual, weight, q, scale_out, total, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr
-):
+    x, residual, weight, q, scale_out, total, rows, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Rounds where `rms_norm` rounds, then quantises what it would have written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -59,6 +62,6 @@ def _norm_fp8(
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     normed = ((wide * scale[:, None]).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
-    code, step = quantize_rows(normed)
+    code, step = quantize_rows(normed, NATIVE)
     tl.store(q + place, code, mask=mask)
     tl.store(scale_out + row, step, mask=row < rows)

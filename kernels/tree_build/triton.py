@@ -1,9 +1,10 @@
 """The draft tree from a pool of candidates: a program per sequence, everything in registers.
 
 A key of score bits above inverted place orders the pool without ties, so the picks are the keys above a threshold: bisection over
-its 63 bits, each step a sum over the pool (a sort of 1024 keys takes 55 exchanges through shared memory). Then a lane is a pick, in
-rising place; relations between picks (parent of, sibling ahead of, numbered before) are masks of lanes × lanes, and what holds along a path
-takes log2(lanes) rounds of pointer doubling. Two kilobytes in, two out: its time is that of its dependent steps.
+its 63 bits until as many as wanted lie above, some 12 steps of a sum over the pool unless scores tie. A running sum then says
+where each pick goes, and they meet in the rows of the result (a few kilobytes, which the cache holds). Then a lane is a pick, in rising
+place; relations between picks (parent of, sibling ahead of) are masks of lanes × lanes, and what holds along a path takes log2(lanes)
+rounds of pointer doubling, 24 exchanges through shared memory in all. Its time is that of its dependent steps.
 """
 
 from __future__ import annotations
@@ -52,40 +53,16 @@ def _key(score, place):
 
 @triton.jit
 def _least_key(keys, budget):
-    """The least key that is picked: no more than `budget` keys reach it. At least 1: without a score there is no key."""
-    least = tl.full([], 1, tl.int64)
-    most = tl.max(keys, 0) + 1
-    while most - least > 0:
+    """A key that just those reach which are picked, `budget` of them or all there are. At least 1: without a score there is no key."""
+    above = tl.max(keys, 0) + 1
+    most = tl.where(tl.sum((keys > 0).to(tl.int32), 0) <= budget, 1, above)
+    least = tl.where(budget <= 0, above, 1)
+    while most > least:
         middle = least + ((most - least) >> 1)
-        few = tl.sum((keys >= middle).to(tl.int32), 0) <= budget
-        least = tl.where(few, least, middle + 1)
-        most = tl.where(few, middle, most)
+        count = tl.sum((keys >= middle).to(tl.int32), 0)
+        least = tl.where(count < budget, least, tl.where(count == budget, middle, middle + 1))
+        most = tl.where(count <= budget, middle, most)
     return least
-
-
-@triton.jit
-def _places(scores, pool, least, LANES: tl.constexpr):
-    """(places [LANES] i32 of the picks in rising order, how many there are)."""
-    lane = tl.arange(0, LANES)
-    place = tl.zeros([LANES], tl.int32)
-    before = tl.full([], 0, tl.int32)
-    for at in range(0, pool, LANES):
-        here = at + lane
-        hit = (_key(tl.load(scores + here, mask=here < pool, other=0.0), here) >= least).to(tl.int32)
-        position = before + tl.cumsum(hit, 0) - 1
-        mine = (position[None, :] == lane[:, None]) & (hit[None, :] != 0)
-        place += tl.sum(tl.where(mine, here[None, :], 0), 1)
-        before += tl.sum(hit, 0)
-    return place, before
-
-
-@triton.jit
-def _along(flag, jump, ROUNDS: tl.constexpr):
-    """Bits that are set in flag at the pick and at all above it. jump: the pick above, itself at the top."""
-    for _ in tl.static_range(ROUNDS):
-        flag = flag & tl.gather(flag, jump, 0)
-        jump = tl.gather(jump, jump, 0)
-    return flag
 
 
 @triton.jit
@@ -94,24 +71,24 @@ def _numbers(key, place, above, picked, ROUNDS: tl.constexpr, LANES: tl.constexp
     lane = tl.arange(0, LANES)
     ahead = key[None, :] > key[:, None]  # [lane, other]: the other comes first
     hangs = (place[None, :] == above[:, None]) & ahead & picked[None, :]
-    found = tl.sum(hangs.to(tl.int32), 1)
-    jump = tl.where(found != 0, tl.sum(tl.where(hangs, lane[None, :], 0), 1), lane)
-    kept = _along((picked & ((above == -1) | (found != 0))).to(tl.int32), jump, ROUNDS)
+    parent = tl.max(tl.where(hangs, lane[None, :], -1), 1)
+    jump = tl.where(parent >= 0, parent, lane)
+    # added up along the path: steps, in the low half, and picks that cannot stand, in the high half
+    path = tl.where(picked & ((above == -1) | (parent >= 0)), 0, 1 << 16) + tl.where(parent >= 0, 1, 0)
+    jumps = (jump,)  # the pick above, two above, four above, …, or the top
+    for i in tl.static_range(ROUNDS):
+        path += tl.gather(path, jumps[i], 0)
+        jumps = jumps + (tl.gather(jumps[i], jumps[i], 0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton: no star
+    level, kept = path & 0xFFFF, (path < 1 << 16).to(tl.int32)
     siblings = (above[None, :] == above[:, None]) & ahead & (kept[None, :] != 0)
-    best = _along(tl.where(tl.sum(siblings.to(tl.int32), 1) == 0, kept, 0), jump, ROUNDS)
-
-    level = tl.where(found != 0, 1, 0)
-    at = jump
-    for _ in tl.static_range(ROUNDS):
-        level += tl.gather(level, at, 0)
-        at = tl.gather(at, at, 0)
+    best = kept & (tl.max(siblings.to(tl.int32), 1) == 0).to(tl.int32)
+    for i in tl.static_range(ROUNDS):
+        best = best & tl.gather(best, jumps[i], 0)
     number = tl.where(best != 0, level + 1, tl.sum(best, 0) + tl.cumsum(kept - best, 0))
     bit = tl.where(kept != 0, tl.full([LANES], 1, tl.int64) << tl.where(kept != 0, number, 0).to(tl.int64), 0)
     word = bit
-    at = jump
-    for _ in tl.static_range(ROUNDS):
-        word = word | tl.gather(word, at, 0)
-        at = tl.gather(at, at, 0)
+    for i in tl.static_range(ROUNDS):
+        word = word | tl.gather(word, jumps[i], 0)
     return kept, level, number, tl.where(above == -1, 0, tl.gather(number, jump, 0)), bit, word
 
 
@@ -144,22 +121,34 @@ def _build(
 ):  # fmt: skip
     """Grid (sequences). pool = C, width = N, deepest = D."""
     sequence = tl.program_id(0).to(tl.int64)
-    own = sequence * pool
+    row = sequence * width
     whole = tl.arange(0, POOL)
-    keys = _key(tl.load(scores + own + whole, mask=whole < pool, other=0.0), whole)
-    least = _least_key(keys, tl.minimum(tl.load(nodes + sequence), width) - 1)
-    place, picks = _places(scores + own, pool, least, LANES)
+    there = whole < pool
+    pool_score = tl.load(scores + sequence * pool + whole, mask=there, other=0.0)
+    pool_token = tl.load(tokens + sequence * pool + whole, mask=there, other=0)
+    pool_above = tl.load(parents + sequence * pool + whole, mask=there, other=0)
+    keys = _key(pool_score, whole)
+    hit = keys >= _least_key(keys, tl.minimum(tl.load(nodes + sequence), width) - 1)
+    position = row + tl.cumsum(hit.to(tl.int32), 0) - 1
+    picks = tl.sum(hit.to(tl.int32), 0)
+    # the picks side by side, by way of the rows that the tree will be written to
+    tl.store(tokens_out + position, pool_token, mask=hit)
+    tl.store(parents_out + position, pool_above, mask=hit)
+    tl.store(places_out + position, whole.to(tl.int64), mask=hit)
+    tl.store(score_out + position, pool_score, mask=hit)
+    tl.debug_barrier()
     lane = tl.arange(0, LANES)
     picked = lane < picks
-    score = tl.load(scores + own + place, mask=picked, other=0.0)
-    token = tl.load(tokens + own + place, mask=picked, other=0)
-    above = tl.load(parents + own + place, mask=picked, other=0).to(tl.int32)
+    token = tl.load(tokens_out + row + lane, mask=picked, other=0)
+    above = tl.load(parents_out + row + lane, mask=picked, other=0).to(tl.int32)
+    place = tl.load(places_out + row + lane, mask=picked, other=0).to(tl.int32)
+    score = tl.load(score_out + row + lane, mask=picked, other=0.0)
+    tl.debug_barrier()
     kept, level, number, parent, bit, word = _numbers(_key(score, place), place, above, picked, ROUNDS, LANES)
 
     mask = kept != 0
     count = tl.sum(kept, 0) + 1
     edge = (lane < width) & ((lane == 0) | (lane >= count))
-    row = sequence * width
     _store(tokens_out + row, number, token, mask, tl.load(roots + sequence), edge, LANES)
     _store(parents_out + row, number, parent, mask, -1, edge, LANES)
     _store(depth_out + row, number, level + 1, mask, 0, edge, LANES)
