@@ -15,17 +15,17 @@ Record = dict[str, Any]
 _CELL = ("drafter", "source", "nodes", "depth", "width", "mode", "temperature", "domain", "texts")
 
 
-def latest(rows: list[Record]) -> list[Record]:
-    """The newest record of every cell that counted a pass: on the machine of the newest, with the newest weights of each drafter
-    and as many and as long texts as there were last. The code may have changed between them: `accept_table` names the commits. By drafter,
-    chains before trees, small before large."""
+def latest(rows: list[Record], times: bool = True) -> list[Record]:
+    """The newest record of every cell that counted a pass, with the newest weights of each drafter and as many and as long texts as there
+    were last; where times are shown, on the machine of the newest alone. The code may have changed between them: `accept_table` names
+    the commits. By drafter, chains before trees, small before large."""
     rows = [r for r in rows if "texts" in r and r["steps"]]
     machine, weights = [rows[-1][name] for name in MACHINE[1:]] if rows else [], {r["drafter"]: r["digest"] for r in rows}
     sizes = {r["texts"]: (r["count"], r["max_tokens"]) for r in rows}
     cells = {}
     for r in rows:
         fits = weights[r["drafter"]] == r["digest"] and sizes[r["texts"]] == (r["count"], r["max_tokens"])
-        if fits and [r[name] for name in MACHINE[1:]] == machine:
+        if fits and (not times or [r[name] for name in MACHINE[1:]] == machine):
             cells[tuple(r[name] for name in _CELL)] = r
     return sorted(cells.values(), key=lambda r: (r["drafter"], r["width"] > 1, r["nodes"]))
 
@@ -94,10 +94,10 @@ def line(cells: list[str]) -> str:
 
 def accept_table(rows: list[Record], times: bool = True) -> str:
     """Both tables and what they rest on; "" without records."""
-    rows = latest(rows)
+    rows = latest(rows, times)
     if not rows:
         return ""
-    r, parts = rows[0], []
+    parts = []
     for lines, texts, what in ((free_table(rows, times), "free", "prompts"), (forced_table(rows), "forced", "contexts")):
         if lines:
             own = [r for r in rows if r["texts"] == texts]
@@ -108,13 +108,14 @@ def accept_table(rows: list[Record], times: bool = True) -> str:
                 "\n".join([*lines, "", f"Means over {domains} domains, {counts} {what} each, seeds a {what[:-1]}: {seeds}; {how}."])
             )
     commits = " and ".join(commit for (commit,) in grouped(rows, "commit"))
-    parts.append(f"{r['model']}, {r['gpu'] or r['cpu']}, {r['threads']} threads, commit {commits}, {r['time'][:10]}.")
+    machines = " and ".join(dict.fromkeys(f"{r['gpu'] or r['cpu']}, {r['threads']} threads" for r in rows))
+    parts.append(f"{rows[0]['model']}, {machines}, commit {commits}, {max(r['time'] for r in rows)[:10]}.")
     return "\n\n".join(parts)
 
 
 def panels(rows: list[Record], times: bool = True) -> list[Panel]:
     """Length over K and over nodes, acceptance by position of the longest chains, and draft and pass time over K (`times`)."""
-    rows = [r for r in latest(rows) if r["texts"] == "free" and r["mode"] == "coupled"]
+    rows = [r for r in latest(rows, times) if r["texts"] == "free" and r["mode"] == "coupled"]
     chains, trees = [r for r in rows if r["width"] == 1], [r for r in rows if r["width"] > 1]
     longest: list[Curve] = []
     for (drafter, t, _), own in grouped(chains, "drafter", "temperature", "digest").items():
