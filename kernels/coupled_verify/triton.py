@@ -152,17 +152,17 @@ def _verify(
     seed_made, position_made, choice_made = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     count = tl.minimum(MEMBERS, rows - start) if MEMBERS > 1 else 1
     row = _pick(members, 0)
-    x = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
+    x = _logits_of(logits, row, column, vocab, logits_row)
     after, ahead = row, x
     if MEMBERS > 1:  # noqa: SIM102 - one is known to the compiler, the other not
         if count > 1:
             after = _pick(members, 1)
-            ahead = tl.load(logits + after.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
+            ahead = _logits_of(logits, after, column, vocab, logits_row)
     for i in range(count):
         then, beyond = after, ahead
         if i + 2 < count:
             then = _pick(members, i + 2)
-            beyond = tl.load(logits + then.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
+            beyond = _logits_of(logits, then, column, vocab, logits_row)
         temperature = tl.load(temperatures + row)
         exact = temperature == 1.0  # and no noise
         if NOISE:
@@ -179,20 +179,8 @@ def _verify(
                 made = False
         own = (start + i).to(tl.int64) * tiles + tile
         if LSE:
-            finite = tl.where(x == x, x, float("-inf"))
-            peak = tl.max(finite, 0)
-            tl.store(scratch + plane + own, peak)
-            shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-            tl.store(scratch + 2 * plane + own, tl.sum(tl.exp(finite - shift), 0))
-        total = x * tl.div_rn(1.0, temperature) + noise
-        top = tl.max(total, 0)  # passes over NaN, unless there is nothing else
-        top = tl.where(top == top, top, float("-inf"))
-        near = total >= _within(top, exact)
-        if exact:
-            best = tl.min(tl.where(near, column, 2147483647), 0)
-        else:
-            coded = tl.sum(tl.where(near, 65536 + tl.arange(0, TILE), 0), 0)  # how many, and where it is if one
-            best = tl.where(coded < 131072, first + coded - 65536, -1)
+            _keep_mass(scratch + plane + own, x, plane)
+        top, best = _best_of_tile(x * tl.div_rn(1.0, temperature) + noise, exact, first, TILE)
         tl.store(scratch + own, top)
         tl.store(ids + own, best)
         row, after, x, ahead = after, then, ahead, beyond
@@ -205,6 +193,36 @@ def _verify(
             logits, temperatures, seeds, positions, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
             members, start, count, tiles, NOISE, TILE, MEMBERS, TILES, EXACT,
         )  # fmt: skip
+
+
+@triton.jit
+def _logits_of(logits, row, column, vocab, logits_row):
+    """One row's logits of a tile, -inf past the last."""
+    return tl.load(logits + row.to(tl.int64) * logits_row + column, mask=column < vocab, other=float("-inf"))
+
+
+@triton.jit
+def _keep_mass(place, x, plane):
+    """A tile's largest logit to `place`, the sum of exponentials above it a plane further. NaN counts as -inf."""
+    finite = tl.where(x == x, x, float("-inf"))
+    peak = tl.max(finite, 0)
+    tl.store(place, peak)
+    shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    tl.store(place + plane, tl.sum(tl.exp(finite - shift), 0))
+
+
+@triton.jit
+def _best_of_tile(total, exact, first, TILE: tl.constexpr):
+    """(best of the rough sums, the id that has it, the lowest of equals, or -1 where several may). exact: the sums are not rough."""
+    top = tl.max(total, 0)  # passes over NaN, unless there is nothing else
+    top = tl.where(top == top, top, float("-inf"))
+    near = total >= _within(top, exact)
+    if exact:
+        best = tl.min(tl.where(near, first + tl.arange(0, TILE), 2147483647), 0)
+    else:
+        coded = tl.sum(tl.where(near, 65536 + tl.arange(0, TILE), 0), 0)  # how many, and where it is if one
+        best = tl.where(coded < 131072, first + coded - 65536, -1)
+    return top, best
 
 
 @triton.jit

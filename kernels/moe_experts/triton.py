@@ -2,7 +2,7 @@
 
 *Rows.* The pairs (row, choice) are grouped by expert, and each expert's pairs cut into blocks of ROWS. Of few pairs the products' programs
 find their own: block i is that of pair i, if that is the first of its expert, and takes all of them. Of more, a sort makes the
-blocks, whose number has a bound that shapes give (`_blocks`); the blocks past the last say so and their programs leave at once.
+blocks, whose number has a bound that shapes give (`most_blocks`); the blocks past the last say so and their programs leave at once.
 One program an expert finds its place by a histogram of all pairs: no program waits for another.
 
 *Products.* A program owns one block and one tile of weight rows, and walks along K, all of it or a split of it. The weight tile is
@@ -36,22 +36,35 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.moe_experts.triton_rows import after_launches, find_block, most_blocks, sort_pairs
+from specdec.kernels.moe_experts.triton_unpack import (
+    DENSE,
+    FP8,
+    INT4,
+    MXFP4,
+    e2m1,
+    e4m3,
+    e8m0,
+    lift,
+    load_columns,
+    load_int4,
+    load_numbers,
+    load_scales,
+)
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.units import UNIT, WORDS, Mxfp4Units, pack_units
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import INTERPRET, capability, dot
+from specdec.kernels.triton_common import capability, dot
 from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps, zeroed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DENSE, _FP8, _INT4, _MXFP4 = (tl.constexpr(i) for i in range(4))
+_WORDS, _UNIT = tl.constexpr(WORDS), tl.constexpr(UNIT)
 _MOST_EXPERTS = 2048
-_SORTED_AT_ONCE = 1024
 _FEW_PAIRS = 64  # up to which the products find their rows without a sort
 _BUSY = 132 * 6  # programs that fill Hopper's multiprocessors
 _MOST_SPLITS = 8
@@ -113,12 +126,6 @@ def plan(ids: Tensor, experts: Experts) -> Plan:
     return Plan(32, 128) if mean <= 64 else Plan(64)
 
 
-def _blocks(pairs: int, experts: int, rows: int) -> int:
-    """The most blocks of `rows` pairs there can be: every expert hit has one that is not full."""
-    hit = min(experts, pairs)
-    return (pairs + hit * (rows - 1)) // rows
-
-
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How a kernel reads a weight: what of it are pointers (data, scale, zero) and what constants."""
@@ -135,16 +142,16 @@ def _form(weight: ExpertWeight) -> _Form:
         weight = pack_units(weight)  # for this call alone
     if isinstance(weight, Tensor):
         data = scale = zero = weight
-        constants = {"KIND": _DENSE.value, "GROUP": 0, "SCALE_ROWS": 1}
+        constants = {"KIND": DENSE.value, "GROUP": 0, "SCALE_ROWS": 1}
     elif isinstance(weight, Mxfp4Units):
         data, scale, zero = weight.data, weight.scale, weight.scale
-        constants = {"KIND": _MXFP4.value, "GROUP": 32, "SCALE_ROWS": 1}
+        constants = {"KIND": MXFP4.value, "GROUP": 32, "SCALE_ROWS": 1}
     elif isinstance(weight, Int4Weight):
         data, scale, zero = weight.data.view(torch.uint8), weight.scale, weight.zero
-        constants = {"KIND": _INT4.value, "GROUP": weight.group, "SCALE_ROWS": 1}
+        constants = {"KIND": INT4.value, "GROUP": weight.group, "SCALE_ROWS": 1}
     else:
         data, scale, zero = weight.data.view(torch.uint8), weight.scale, weight.scale
-        constants = {"KIND": _FP8.value} | _fp8_groups(weight)
+        constants = {"KIND": FP8.value} | _fp8_groups(weight)
     return _Form(data, scale, zero, constants | {"NUMBERS": data[0].numel(), "SCALES": scale[0].numel()})
 
 
@@ -162,9 +169,9 @@ def _tiling(form: _Form, columns: int, itemsize: int, plan: Plan) -> dict[str, i
     warps and, on Hopper, the warp-group product.
     """
     kind, group = form.constants["KIND"], form.constants["GROUP"]
-    deep = 32 if itemsize == 4 else 64 if kind == _DENSE.value else 128
-    deep = UNIT if kind == _MXFP4.value else min(deep, group) if 0 < group < columns else deep
-    warps = 4 if plan.rows > 16 or itemsize == 4 or kind == _INT4.value else 2
+    deep = 32 if itemsize == 4 else 64 if kind == DENSE.value else 128
+    deep = UNIT if kind == MXFP4.value else min(deep, group) if 0 < group < columns else deep
+    warps = 4 if plan.rows > 16 or itemsize == 4 or kind == INT4.value else 2
     stages = 2 if itemsize == 4 else plan.stages
     return {"DEEP": deep, "PACK": 4 if warps == 2 else 2, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
@@ -184,8 +191,8 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -
         return out.zero_()
     few, early = pairs <= _FEW_PAIRS and tokens <= plan.rows, plan.early and capability(x.device) >= 90
     launch: dict[str, Any] = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-    blocks = pairs if few else _blocks(pairs, count, plan.rows)
-    order = ids if few else _sorted(ids, blocks, count, plan.rows, launch)
+    blocks = pairs if few else most_blocks(pairs, count, plan.rows)
+    order = ids if few else sort_pairs(ids, blocks, count, plan.rows, launch)
     where = (order, pairs, blocks, count)
     middle = x.new_empty(pairs, inner)
     constants = {"ROWS": plan.rows, "PAIRS": _FEW_PAIRS if few else 0, "CHOICES": ids.shape[1]} | launch
@@ -214,212 +221,19 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -
     return out
 
 
-def _sorted(ids: Tensor, blocks: int, count: int, rows: int, launch: dict[str, Any]) -> Tensor:
-    """int32 [blocks · (1 + rows)], the sort's result: a block's expert or -1, then a block's pairs, -1 past the last."""
-    order, pairs = torch.empty(blocks * (1 + rows), dtype=torch.int32, device=ids.device), ids.numel()
-    bins = triton.next_power_of_2(count + 1)
-    _sort[(count,)](ids, order, pairs, blocks, count, BINS=bins, CHUNK=_chunk(pairs), ROWS=rows, **launch)
-    return order
-
-
-def _chunk(pairs: int) -> int:
-    return min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(pairs)))
-
-
-@triton.jit
-def _await(EARLY: tl.constexpr):
-    """What the launches before have written is there from here on; the launch after may begin."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
 @triton.jit
 def _send_for(data, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, DEEP: tl.constexpr):
     """Asks for steps first … stop of weight rows `row` [TALL], clamped, to come into the second-level cache; FP8 and MXFP4 only."""
     for step in range(first, stop):
-        if KIND == _MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
+        if KIND == MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
             _touch(data + (step * R + row) * _WORDS)
-        if KIND == _FP8:
+        if KIND == FP8:
             _touch(data + row.to(tl.int64) * K + step * DEEP)
 
 
 @triton.jit
 def _touch(places):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _bins(ids, at, pairs, count, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """(pair [CHUNK], its expert, BINS - 1 where it has none or there is no such pair)."""
-    pair = at + tl.arange(0, CHUNK)
-    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
-    return pair, tl.where((expert >= 0) & (expert < count), expert, BINS - 1)
-
-
-@triton.jit(do_not_specialize=["pairs", "blocks", "count"])
-def _sort(ids, order, pairs, blocks, count, BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
-    """Grid (experts). order: as `_sorted` says."""
-    _await(EARLY)
-    own = tl.program_id(0)
-    counts = tl.zeros([BINS], tl.int32)
-    for at in range(0, pairs, CHUNK):
-        pair, expert = _bins(ids, at, pairs, count, BINS, CHUNK)
-        counts += tl.histogram(expert, BINS)
-    each = tl.arange(0, BINS)
-    needed = tl.where(each < count, (counts + ROWS - 1) // ROWS, 0)
-    mine = tl.sum(tl.where(each == own, counts, 0), 0)
-    first = tl.sum(tl.where(each < own, needed, 0), 0)
-    place = order + blocks + first * ROWS
-    for block in range(0, (mine + ROWS - 1) // ROWS):
-        tl.store(order + first + block, own)
-        entry = block * ROWS + tl.arange(0, ROWS)
-        tl.store(place + entry, -1, mask=entry >= mine)
-    for block in range(tl.sum(needed, 0) + own, blocks, count):  # unused ones, shared out
-        tl.store(order + block, -1)
-    if mine > 0:
-        for at in range(0, pairs, CHUNK):
-            pair, expert = _bins(ids, at, pairs, count, BINS, CHUNK)
-            fits = (expert == own).to(tl.int32)
-            tl.store(place + tl.cumsum(fits, 0) - 1, pair, mask=fits == 1)
-            place += tl.sum(fits, 0)
-
-
-@triton.jit
-def _found(ids, block, pairs, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """As `_block`, of few pairs by themselves: block i is that of pair i, if it is the first of its expert."""
-    each = tl.arange(0, PAIRS)
-    own = tl.load(ids + block)
-    same = tl.load(ids + each, mask=each < pairs, other=-1) == own
-    before = tl.sum((same & (each < block)).to(tl.int32), 0)
-    rank = tl.cumsum(same.to(tl.int32), 0) - 1
-    mine = same[:, None] & (rank[:, None] == tl.arange(0, ROWS)[None, :])
-    pair = tl.max(tl.where(mine, each[:, None], -1), 0)
-    return tl.where((before == 0) & (own >= 0) & (own < count), own, -1), pair
-
-
-@triton.jit
-def _block(order, pairs, blocks, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert or -1, pairs [ROWS], -1 past the last) of this program's block. order: ids where PAIRS says that there are few."""
-    block = tl.program_id(1)
-    if PAIRS:
-        return _found(order, block, pairs, count, PAIRS, ROWS)
-    else:
-        return tl.load(order + block), tl.load(order + blocks + block * ROWS + tl.arange(0, ROWS))
-
-
-# prmt doubles each code's byte, the upper one filled with its sign; shifted by 4, exponent and mantissa are where bf16 has them
-def e4m3_asm(codes: int) -> str:
-    """PTX from `codes` codes, 2 or 4 in one register, to 2^-120 times their numbers in bf16, two a register."""
-    lines = [".reg .b32 t;"]
-    for i, selector in enumerate(("0x9180", "0xb3a2")[: codes // 2]):
-        lines += [f"prmt.b32 t, ${codes // 2}, 0, {selector};", "shl.b32 t, t, 4;", f"and.b32 ${i}, t, 0x87f087f0;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-# two words of `mxfp4.units` to four pairs, each of the numbers at one place
-E2M1_ASM = """{
-.reg .b32 t, u;
-prmt.b32 t, $4, 0, 0x2301;
-and.b32 u, $4, 0x81808180;
-lop3.b32 $0, t, 0x00400040, u, 0xEA;
-shl.b32 u, $4, 2;
-and.b32 $1, u, 0x81c081c0;
-shl.b32 u, $4, 6;
-and.b32 $2, u, 0x81c081c0;
-shl.b32 u, t, 4;
-and.b32 $3, u, 0x81c081c0;
-}"""
-_TWO_E4M3, _FOUR_E4M3 = tl.constexpr(e4m3_asm(2)), tl.constexpr(e4m3_asm(4))
-_E2M1 = tl.constexpr(E2M1_ASM)
-_FOUR_BF16 = tl.constexpr((tl.bfloat16,) * 4)
-_WORDS, _UNIT = tl.constexpr(WORDS), tl.constexpr(UNIT)
-
-
-@triton.jit
-def _e4m3(code, DTYPE: tl.constexpr, PACK: tl.constexpr):
-    """Values of e4m3 codes (uint8, none NaN); in bfloat16 on a card 2^-120 times them. PACK: neighbouring codes a register holds."""
-    if tl.bfloat16 == DTYPE and not INTERPRET:
-        if PACK == 4:
-            return tl.inline_asm_elementwise(_FOUR_E4M3, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
-        else:
-            return tl.inline_asm_elementwise(_TWO_E4M3, "=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        bits = code.to(tl.int32)
-        return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
-
-
-@triton.jit
-def _e2m1(words, DTYPE: tl.constexpr):
-    """Words of `mxfp4.units` (int16) -> the values at their four places; in bfloat16 on a card 2^-126 times them."""
-    if tl.bfloat16 == DTYPE and not INTERPRET:
-        return tl.inline_asm_elementwise(_E2M1, "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_BF16, is_pure=True, pack=2)
-    else:
-        return (
-            _value(words, 15, 8, 7, 14, DTYPE),
-            _value(words, 13, 6, 5, 4, DTYPE),
-            _value(words, 9, 2, 1, 0, DTYPE),
-            _value(words, 3, 12, 11, 10, DTYPE),
-        )
-
-
-@triton.jit
-def _value(words, SIGN: tl.constexpr, HIGH: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr):
-    """Of the code whose bits lie there."""
-    word = words.to(tl.int32)
-    bits = ((word >> HIGH) & 1) << 24 | ((word >> MIDDLE) & 1) << 23 | ((word >> LOW) & 1) << 22 | ((word >> SIGN) & 1) << 31
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
-
-
-@triton.jit
-def _lift(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """x times the root of what `_e4m3` and `_e2m1` leave out: once on the rows, which keeps the products out of the subnormals, and
-    once on the sums. DTYPE: of the rows."""
-    if tl.bfloat16 == DTYPE and not INTERPRET:
-        if KIND == _FP8:
-            x = (x.to(tl.float32) * 1.152921504606847e18).to(x.dtype)  # 2^60
-        if KIND == _MXFP4:
-            x = (x.to(tl.float32) * 9.223372036854775808e18).to(x.dtype)  # 2^63
-    return x
-
-
-@triton.jit
-def _columns(source, used, at, K: tl.constexpr, EVEN: tl.constexpr, SPAN: tl.constexpr):
-    """Columns at … at + SPAN of the rows that start at source [ROWS]: [SPAN, ROWS], 0 outside. EVEN: none is past the end."""
-    column = at + tl.arange(0, SPAN)[:, None]
-    mask = used[None, :] if EVEN else used[None, :] & (column < K)
-    return tl.load(source[None, :] + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _numbers(data, row, at, K: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):
-    """Weight rows `row` [TALL], columns at … at + WIDE, as stored [TALL, WIDE]; 0 past the end."""
-    column = at + tl.arange(0, WIDE)[None, :]
-    place = data + row.to(tl.int64)[:, None] * K + column
-    return tl.load(place) if EVEN else tl.load(place, mask=column < K, other=0)
-
-
-@triton.jit
-def _int4(data, zero, row, at, K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """code - zero of weight rows `row` [TALL], columns at … at + WIDE, in DTYPE [TALL, WIDE]."""
-    code = _numbers(data, row, at // 2, K // 2, EVEN, WIDE // 2)
-    shift = tl.load(zero + row * (K // GROUP) + at // GROUP).to(tl.float32)
-    both = tl.reshape(tl.join(code & 15, code >> 4), [row.shape[0], WIDE])
-    return (both.to(tl.float32) - shift[:, None]).to(DTYPE)
-
-
-@triton.jit
-def _scales(scale, row, at, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
-    """The scale of columns at … of each row, f32 [TALL]."""
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    return tl.load(scale + row // SCALE_ROWS * groups + at // GROUP).to(tl.float32)
-
-
-@triton.jit
-def _power(scales, BLOCK: tl.constexpr):
-    """E8M0 scale of block BLOCK in words of four, f32. It is an exponent, but for its ends: none is NaN, 0 is 0."""
-    bits = scales << (23 - 8 * BLOCK) if BLOCK < 3 else scales >> 1
-    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -435,13 +249,13 @@ def _unit_sums(
     for unit in tl.range(first, stop, num_stages=STAGES):
         codes = tl.load(words + unit * (R * _WORDS))
         scales = tl.load(scale + unit * R + row)
-        values = _e2m1(codes, source.dtype.element_ty)
+        values = e2m1(codes, source.dtype.element_ty)
         for block in tl.static_range(4):
-            rows = _columns(source, used, unit * _UNIT + block * 32, K, K % 128 == 0, 32)
+            rows = load_columns(source, used, unit * _UNIT + block * 32, K, K % 128 == 0, 32)
             if LIFT:
-                rows = _lift(rows, KIND, rows.dtype)
+                rows = lift(rows, KIND, rows.dtype)
             part = dot(values[block], rows, tl.zeros(acc.shape, tl.float32))
-            acc += part * _power(scales, block)[:, None]
+            acc += part * e8m0(scales, block)[:, None]
     return acc
 
 
@@ -456,18 +270,18 @@ def _step_sums(
     SCALED: tl.constexpr = GROUP > 0 and GROUP < K
     for step in tl.range(first, stop, num_stages=STAGES):
         at = step * DEEP
-        if KIND == _INT4:
-            weight = _int4(data, zero, row, at, K, GROUP, EVEN, DEEP, source.dtype.element_ty)
+        if KIND == INT4:
+            weight = load_int4(data, zero, row, at, K, GROUP, EVEN, DEEP, source.dtype.element_ty)
         else:
-            weight = _numbers(data, row, at, K, EVEN, DEEP)
-            if KIND == _FP8:
-                weight = _e4m3(weight, source.dtype.element_ty, PACK)
-        rows = _columns(source, used, at, K, EVEN, DEEP)
+            weight = load_numbers(data, row, at, K, EVEN, DEEP)
+            if KIND == FP8:
+                weight = e4m3(weight, source.dtype.element_ty, PACK)
+        rows = load_columns(source, used, at, K, EVEN, DEEP)
         if LIFT:
-            rows = _lift(rows, KIND, rows.dtype)
+            rows = lift(rows, KIND, rows.dtype)
         if SCALED:
             part = dot(weight, rows, tl.zeros(acc.shape, tl.float32))
-            acc += part * _scales(scale, row, at, K, GROUP, SCALE_ROWS)[:, None]
+            acc += part * load_scales(scale, row, at, K, GROUP, SCALE_ROWS)[:, None]
         else:
             acc = dot(weight, rows, acc)
     return acc
@@ -479,10 +293,10 @@ def _sums(
     R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     DEEP: tl.constexpr, PACK: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: the rows lack `_lift`."""
+    """[TALL, ROWS]: weight rows `row` [TALL] of R, times the rows from source [ROWS], over one split of K. LIFT: the rows lack `lift`."""
     first, stop = steps(K, split, splits, DEEP)
     acc = tl.zeros([row.shape[0], ROWS], tl.float32)
-    if KIND == _MXFP4:
+    if KIND == MXFP4:
         return _unit_sums(acc, source, used, data, scale, row, first, stop, R, K, KIND, LIFT, STAGES)
     else:
         return _step_sums(acc, source, used, data, scale, zero, row, first, stop, K, KIND, GROUP, SCALE_ROWS, DEEP, PACK, LIFT, STAGES)
@@ -494,9 +308,9 @@ def _finish(
     K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The sums with what they lack: an exponent, the scale that all of a row's columns share, the bias (a pointer)."""
-    acc = _lift(acc, KIND, DTYPE)
-    if GROUP >= K and KIND != _MXFP4:
-        acc = acc * _scales(scale, row, 0, K, GROUP, SCALE_ROWS)[:, None]
+    acc = lift(acc, KIND, DTYPE)
+    if GROUP >= K and KIND != MXFP4:
+        acc = acc * load_scales(scale, row, 0, K, GROUP, SCALE_ROWS)[:, None]
     if BIAS:
         acc = acc + tl.load(bias + row).to(tl.float32)[:, None]
     return acc
@@ -519,7 +333,7 @@ def _activate(
         active = gate / (1.0 + tl.exp(-gate)) * up
     column = tile * TALL + tl.arange(0, TALL)
     place = middle + pair.to(tl.int64)[None, :] * N + column[:, None]
-    tl.store(place, _lift(active.to(DTYPE), KIND, DTYPE), mask=(pair >= 0)[None, :] & (column < N)[:, None])
+    tl.store(place, lift(active.to(DTYPE), KIND, DTYPE), mask=(pair >= 0)[None, :] & (column < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "count", "splits", "limit", "alpha"])
@@ -530,8 +344,8 @@ def _gate_up(
     SCALE_ROWS: tl.constexpr, NUMBERS: tl.constexpr, SCALES: tl.constexpr, DEEP: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of TALL gate rows and as many up rows × splits, blocks). middle [pairs, N]."""
-    _await(EARLY)
-    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)
+    after_launches(EARLY)
+    expert, pair = find_block(order, pairs, blocks, count, PAIRS, ROWS)
     if expert >= 0:
         tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
         wide = expert.to(tl.int64)
@@ -562,8 +376,8 @@ def _down(
     """Grid (tiles of TALL rows × splits, blocks). outputs [splits, pairs, N] f32: what the pair's expert says, times its weight. Of few
     pairs the last program of a tile adds them up too."""
     if not PAIRS:
-        _await(EARLY)
-    expert, pair = _block(order, pairs, blocks, count, PAIRS, ROWS)  # ids are older than gate|up, which has waited for them
+        after_launches(EARLY)
+    expert, pair = find_block(order, pairs, blocks, count, PAIRS, ROWS)  # ids are older than gate|up, which has waited for them
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     column = tile * TALL + tl.arange(0, TALL)
     row, wide = tl.minimum(column, N - 1), tl.maximum(expert, 0).to(tl.int64)
@@ -572,7 +386,7 @@ def _down(
         if expert >= 0:
             first, stop = steps(K, split, splits, DEEP)
             _send_for(data, row, first, stop, N, K, KIND, DEEP)
-        _await(EARLY)
+        after_launches(EARLY)
     if expert >= 0:
         source, used = middle + tl.maximum(pair, 0).to(tl.int64) * K, pair >= 0
         acc = _sums(source, used, data, scale, zero, row, split, splits, N, K, ROWS, KIND, GROUP, SCALE_ROWS, DEEP, PACK, False, STAGES)
@@ -609,6 +423,6 @@ def _combine(
     outputs, ids, out, pairs, count, splits, H: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Grid (rows, column tiles)."""
-    _await(EARLY)
+    after_launches(EARLY)
     token = tl.program_id(0) + tl.arange(0, 1)
     _total(outputs, ids, out, token, tl.program_id(1) * TILE + tl.arange(0, TILE), pairs, count, splits, H, CHOICES)

@@ -194,14 +194,57 @@ def _tile(
     return new_top, norm * shrink + tl.sum(p, 1), dot(p.to(q.dtype), v, acc * shrink[:, None])
 
 
+@triton.jit
+def _write(out, pair, column, acc, mask, HD: tl.constexpr):
+    """Rows of a tile [PACKED, HD] to out [T, nh, hd]; pair: token times heads, plus head."""
+    tl.store(out + pair.to(tl.int64)[:, None] * HD + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _whole_tiles(
+    q, k, v, table, whole, tail, top, norm, acc, scale, kv_block, kv_slot,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, HD: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The tiles that every row sees all of. A tile's blocks are looked up a tile before its keys are asked for, the last one's twice."""
+    inside, entry = _cells(whole, KEYS, BLOCK)
+    blocks = tl.load(table + entry, mask=tl.full([KEYS], 0, tl.int32) + whole < tail, other=0)
+    for start in range(whole, tail, KEYS):
+        inside, entry = _cells(start, KEYS, BLOCK)
+        place = blocks * kv_block + inside * kv_slot
+        inside, entry = _cells(tl.minimum(start + KEYS, tail - KEYS), KEYS, BLOCK)
+        blocks = tl.load(table + entry)
+        top, norm, acc = _tile(q, k, v, place, place, place, top, norm, acc, scale, UNIT, HD, False)
+    return top, norm, acc
+
+
+@triton.jit
+def _edge_tiles(
+    q, k, v, table, from_slot, whole, tail, stop, word, position, ctx, nodes, lower, lowest, window, top, norm, acc, scale,
+    kv_block, kv_slot,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, HD: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The tiles that need a mask, which lie on both sides of the whole ones."""
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    any_low, any_high = any_of(low), any_of(high)
+    skipped = tail - whole
+    for at_whole in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
+        start = tl.where(at_whole < whole, at_whole, at_whole + skipped)
+        slot = start + tl.arange(0, EDGE)
+        want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
+        seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
+        within, entry = _cells(start, EDGE, BLOCK)
+        edge = tl.load(table + entry, mask=want, other=0) * kv_block + within * kv_slot
+        top, norm, acc = _tile(q, k, v, edge, want, seen, top, norm, acc, scale, UNIT, HD, True)
+    return top, norm, acc
+
+
 @triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window"])
 def _attend(
     out, acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
     sinks, first, rows, sequences, kv_heads, splits, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
-    EDGE: tl.constexpr, SEQUENCES: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    EDGE: tl.constexpr, SEQUENCES: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
     keys, those that need a mask in tiles of EDGE."""
@@ -220,12 +263,10 @@ def _attend(
     acc = tl.zeros([PACKED, column.shape[0]], tl.float32)
     if b == sequences:
         if not SPLIT:  # the merge writes the zeros of the padding rows
-            tl.store(out + pair.to(tl.int64)[:, None] * HD + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            _write(out, pair, column, acc, mask, HD)
     elif tl.max(valid.to(tl.int32), 0) == 1:
         ctx, nodes = tl.load(ctx_lens + b), tl.load(tree_len + b)
-        lowest = 0
-        if FIRST:
-            lowest = tl.load(first + b)
+        lowest = tl.load(first + b) if FIRST else 0
         position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
         word = tl.load(tree_mask + row, mask=valid, other=0)  # asked for with the positions: a wait less before the first keys
         q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
@@ -243,31 +284,17 @@ def _attend(
             table = block_table + b.to(tl.int64) * table_row
             whole = tl.minimum(tl.maximum(whole, from_slot), stop)
             tail = tl.minimum(tl.maximum(tail, whole), stop)
-            inside, entry = _cells(whole, KEYS, BLOCK)
-            blocks = tl.load(table + entry, mask=tl.full([KEYS], 0, tl.int32) + whole < tail, other=0)
-            for start in range(whole, tail, KEYS):
-                inside, entry = _cells(start, KEYS, BLOCK)
-                place = blocks * kv_block + inside * kv_slot
-                # the next tile's blocks are looked up here, a tile before their keys are asked for; the last tile's look up its own
-                inside, entry = _cells(tl.minimum(start + KEYS, tail - KEYS), KEYS, BLOCK)
-                blocks = tl.load(table + entry)
-                top, norm, acc = _tile(q, k, v, place, place, place, top, norm, acc, scale, UNIT, HD, False)
-            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-            any_low, any_high = any_of(low), any_of(high)
-            skipped = tail - whole  # the masked tiles lie on both sides of the whole ones
-            for at_whole in tl.range(from_slot, stop - skipped, EDGE, num_stages=1):
-                start = tl.where(at_whole < whole, at_whole, at_whole + skipped)
-                slot = start + tl.arange(0, EDGE)
-                want = _readable(slot, any_low, any_high, ctx, nodes, lower, stop)
-                seen = _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW, FIRST)
-                within, edge_entry = _cells(start, EDGE, BLOCK)
-                edge = tl.load(table + edge_entry, mask=want, other=0) * kv_block + within * kv_slot
-                top, norm, acc = _tile(q, k, v, edge, want, seen, top, norm, acc, scale, UNIT, HD, True)
+            top, norm, acc = _whole_tiles(
+                q, k, v, table, whole, tail, top, norm, acc, scale, kv_block, kv_slot, UNIT, BLOCK, HD, KEYS,
+            )  # fmt: skip
+            top, norm, acc = _edge_tiles(
+                q, k, v, table, from_slot, whole, tail, stop, word, position, ctx, nodes, lower, lowest, window, top, norm, acc, scale,
+                kv_block, kv_slot, UNIT, BLOCK, HD, EDGE, WINDOW, FIRST,
+            )  # fmt: skip
             if SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
             else:
-                acc = acc / tl.where(valid, norm, 1.0)[:, None] * v_scale
-                tl.store(out + pair.to(tl.int64)[:, None] * HD + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+                _write(out, pair, column, acc / tl.where(valid, norm, 1.0)[:, None] * v_scale, mask, HD)
         if SPLIT:
             tl.store(top_parts + at, top, mask=valid)
             tl.store(norm_parts + at, norm, mask=valid)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.kernels.moe_experts import reference, triton
+from specdec.kernels.moe_experts import reference, triton, triton_rows, triton_unpack
 from specdec.kernels.moe_experts.cases import KINDS, experts_of, routed
 from specdec.kernels.moe_experts.weight import dense_expert, storage, streamed
 from specdec.kernels.mxfp4.units import PLACES, Mxfp4Units, unpack_units
@@ -54,7 +54,7 @@ def test_wider_blocks(rows: int) -> None:
 
 def test_the_number_of_blocks_has_a_bound_that_is_reached() -> None:
     for pairs, experts, rows in ((1, 8, 16), (8, 128, 16), (512, 128, 16), (33, 2, 16), (7, 3, 4), (65536, 128, 64)):
-        bound, most = triton._blocks(pairs, experts, rows), 0
+        bound, most = triton_rows.most_blocks(pairs, experts, rows), 0
         for hit in range(1, min(pairs, experts) + 1):
             spare = pairs - hit  # one pair for each of `hit` experts, the rest to the first in whole blocks
             most = max(most, hit + spare // rows)
@@ -111,7 +111,7 @@ def test_e4m3_recipe(codes: int) -> None:
     each = torch.stack([every, every.flip(0), (every + 77) % 256, (every + 130) % 256][:codes])
     for column in each.T.tolist():
         word = sum(code << 8 * i for i, code in enumerate(column)) | (0xFFFF0000 if codes == 2 else 0)
-        after = execute(triton.e4m3_asm(codes), word, f"${codes // 2}")
+        after = execute(triton_unpack.e4m3_asm(codes), word, f"${codes // 2}")
         found.append(bfloat16([half for i in range(codes // 2) for half in halves(after[f"${i}"])]))
     numbers = each.T.to(torch.uint8).contiguous().view(torch.float8_e4m3fn).double()
     real = ~numbers.isnan()
@@ -123,7 +123,7 @@ def test_e2m1_recipe() -> None:
     """All words of 16 bits, each in both halves of a register, beside another: what the four outputs hold is what unpacking says."""
     words = torch.cat((torch.randint(0, 1 << 16, (2000,), generator=torch.Generator().manual_seed(0)), 1 << torch.arange(16)))
     other = words.flip(0)
-    found = [execute(triton.E2M1_ASM, a | b << 16, "$4") for a, b in zip(words.tolist(), other.tolist(), strict=True)]
+    found = [execute(triton_unpack.E2M1_ASM, a | b << 16, "$4") for a, b in zip(words.tolist(), other.tolist(), strict=True)]
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)]).double()
     for place, bits in enumerate(PLACES):
         for half, source in enumerate((words, other)):
