@@ -84,6 +84,15 @@ class DepthRates:
         prior = self._untried(d) if parent is None else parent.rate(d)
         return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
 
+    def up_to(self, deepest: int) -> list[float]:
+        """`rate` of depths 1 … `deepest`: each from the one before it, where asking one by one would start over every time."""
+        above, found = None if self.parent is None else self.parent.up_to(deepest), list[float]()
+        for depth in range(1, deepest + 1):
+            d = min(depth, MAX_DEPTH)
+            prior = above[depth - 1] if above is not None else self.prior if d <= 1 else max(self.prior, DEEPER * found[d - 2])
+            found.append((self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight))
+        return found
+
     def _untried(self, depth: int) -> float:
         return self.prior if depth <= 1 else max(self.prior, DEEPER * self.rate(depth - 1))
 
@@ -208,8 +217,8 @@ class SequenceRecord:
 def expected_tokens(rates: DepthRates, depth: int) -> Seq[float]:
     """Expected accepted tokens of chains of 0 … `depth` drafts."""
     result, reach = [0.0], 1.0
-    for d in range(1, depth + 1):
-        reach *= rates.rate(d)
+    for rate in rates.up_to(depth):
+        reach *= rate
         result.append(result[-1] + reach)
     return result
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, Reliability, SequenceRecord, expected_tokens, synthesise
+from specdec.spec.acceptance import MAX_DEPTH, DepthRates, DrafterRecord, Ledger, Reliability, SequenceRecord, expected_tokens, synthesise
 from specdec.spec.choice import paying_depth, widest
 from specdec.spec.limits import Limits, limits_of
 from specdec.spec.policy import SpecPolicy, make_policy
@@ -386,3 +386,14 @@ def test_make_policy_measures_only_what_it_uses(tmp_path):
     auto = make_policy(SpecConfig(method="ngram"), {"ngram": Fake("ngram")}, measure, max_model_len=256, cache=tmp_path)
     assert calls and max(rows + context for rows, context in calls) <= 256
     assert auto.cost is not None and auto.cost.base(1, 1) == pytest.approx(9e-3)
+
+
+@pytest.mark.parametrize("parented", [False, True])
+def test_all_depths_at_once_are_the_depths_one_by_one(parented: bool) -> None:
+    draw, shared = random.Random(3), DepthRates(None, weight=4.0)
+    own = DepthRates(shared, weight=2.0) if parented else shared
+    for rates in {id(r): r for r in (shared, own)}.values():
+        for _ in range(200):
+            rates.record(draw.randint(1, 6), draw.random() < 0.6)
+    for deepest in (0, 1, MAX_DEPTH, MAX_DEPTH + 3):
+        assert own.up_to(deepest) == [own.rate(depth) for depth in range(1, deepest + 1)]
