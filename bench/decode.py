@@ -31,6 +31,11 @@ MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").gl
 PROMPT, OUTPUT, WARM = 512, 256, 12  # tokens, tokens, steps before the clock starts
 
 
+def directory(model: str) -> str:
+    """Of a name in MODELS."""
+    return str(ROOT / "data" / "models" / model)
+
+
 def config_of(model: str, batch: int, accept: list[float], eager: bool, device: str = "cuda") -> EngineConfig:
     spec = SpecConfig(method="off")
     if accept:
@@ -42,7 +47,7 @@ def config_of(model: str, batch: int, accept: list[float], eager: bool, device: 
         device=device,
         load_format="dummy",
         max_model_len=PROMPT + OUTPUT + 64,
-        max_num_seqs=max(batch, 1),
+        max_num_seqs=batch,
         max_num_batched_tokens=2048,
         num_kv_blocks=batch * (-(-(PROMPT + OUTPUT + 64) // 16)) + 64,
         enable_prefix_caching=False,
@@ -50,20 +55,22 @@ def config_of(model: str, batch: int, accept: list[float], eager: bool, device: 
     )
 
 
-def decoding(engine: Engine, batch: int, vocabulary: int) -> None:
-    """Submits the requests and steps until every prompt is in the cache."""
-    generator = torch.Generator().manual_seed(0)
+def decoding(config: EngineConfig, target: LoadedModel) -> Engine:
+    """An engine all of whose sequences, as many as it takes, have been decoding for WARM steps."""
+    engine = build_engine(config, oracle=lambda seq: [7] * 64, target=target)
+    generator, batch = torch.Generator().manual_seed(0), config.max_num_seqs
     for i in range(batch):
-        prompt = torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()
+        prompt = torch.randint(0, target.config.vocab_size, (PROMPT,), generator=generator).tolist()
         engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True))
     while engine.stats is None or engine.stats.num_sampling < batch:
         engine.step()
-
-
-def measure(engine: Engine, batch: int, steps: int) -> dict[str, Any]:
-    """Medians over single steps; tokens a step of all sequences together."""
     for _ in range(WARM):
         engine.step()
+    return engine
+
+
+def measure(engine: Engine, steps: int) -> dict[str, Any]:
+    """Medians over single steps; tokens a step of all sequences together."""
     whole, parts, committed = [], [], 0
     for _ in range(steps):
         engine.runner.synchronize()
@@ -78,7 +85,7 @@ def measure(engine: Engine, batch: int, steps: int) -> dict[str, Any]:
     draft, forward, verify = (round(1e3 * statistics.median(part), 3) for part in zip(*parts, strict=True))
     step = statistics.median(whole)
     return {
-        "batch": batch,
+        "batch": engine.config.max_num_seqs,
         "ms": round(step, 3),
         "ms_p20": round(statistics.quantiles(whole, n=5)[0], 3),
         "ms_p80": round(statistics.quantiles(whole, n=5)[3], 3),
@@ -98,13 +105,11 @@ def floor(target: LoadedModel) -> float:
 
 def records(model: str, batches: list[int], accept: list[float], eager: bool, steps: int) -> Iterator[dict[str, Any]]:
     """One for each number of sequences. model: a name in MODELS."""
-    path = str(ROOT / "data" / "models" / model)
-    target = load_target(config_of(path, 1, [], eager))
+    target = load_target(config_of(directory(model), 1, [], eager))
     least = round(floor(target), 3)
     for batch in batches:
-        engine = build_engine(config_of(path, batch, accept, eager), oracle=lambda seq: [7] * 64, target=target)
-        decoding(engine, batch, target.config.vocab_size)
-        yield {"bench": "decode", "model": model, "accept": accept, "eager": eager, "floor_ms": least} | measure(engine, batch, steps)
+        engine = decoding(config_of(directory(model), batch, accept, eager), target)
+        yield {"bench": "decode", "model": model, "accept": accept, "eager": eager, "floor_ms": least} | measure(engine, steps)
         engine.close()
         del engine
         gc.collect()

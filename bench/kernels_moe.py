@@ -27,7 +27,7 @@ from bench.read_kernel import programs
 from bench.read_kernel import read as read_words
 from specdec import ops
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
-from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage, streamed
+from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.weight import BLOCK as GROUP
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 
@@ -195,7 +195,7 @@ def main() -> None:
     for model in args.model:
         experts = make_experts(MODELS[model], torch.device("cuda"))
         per_expert = bytes_an_expert(experts)
-        experts = streamed(experts)
+        experts = ops.prepare_experts(experts)
         for tokens in args.tokens:
             for found in measure(model, tokens, args.calls, args.repeats, experts, per_expert, args.plan):
                 schema.append("kernels_moe", found)

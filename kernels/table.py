@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
-from specdec.kernels.coupled_verify import cpu as verify_cpu
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.cuda_library import missing as missing_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
@@ -165,8 +165,8 @@ _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
 _register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
 
-_ARGMAX = COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax)
-_VERIFY_CPU = Backend("cpu", verify_cpu.with_argmax(_ARGMAX), ("cpu",), _first_not_f32, missing=WHY_NOT)
+_VERIFY = partial(verify_reference.coupled_verify, argmax=COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax))
+_VERIFY_CPU = Backend("cpu", _VERIFY, ("cpu",), _first_not_f32, missing=WHY_NOT)
 _beside_triton("coupled_verify", verify_reference.coupled_verify, _VERIFY_CPU)
 _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
 _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)

@@ -34,6 +34,13 @@ def apart(x):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit
+def ordered(x):
+    """Integers in the order of the floats, f32 -> i32; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @cache
 def capability(device: torch.device) -> int:
     """Of the card, 90 for 9.0; 0 in the interpreter. Compiled without a card: of the one that the driver names."""

@@ -23,7 +23,7 @@ from specdec.kernels.int4_linear.planes import Int4Planes, pack_planes, rejects_
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
 from specdec.kernels.linear.tiles import TiledWeight
-from specdec.kernels.moe_experts.weight import Experts
+from specdec.kernels.moe_experts.weight import Experts, storage, streamed
 from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_build.reference import BuiltTree
@@ -242,6 +242,11 @@ def int4_linear(x: Tensor, weight: Int4Weight | Int4Planes | Int4Fragments) -> T
 def prepare_int4(weight: Int4Weight) -> Int4Weight | Int4Planes:
     """The weight as the kernels of its device read it fastest. Once, at load; what comes back replaces what went in."""
     return pack_planes(weight) if weight.data.is_cuda and rejects_group(weight.group, weight.shape[1]) is None else weight
+
+
+def prepare_experts(experts: Experts) -> Experts:
+    """The same experts as the kernels of their device read them fastest. Once, at load; what comes back replaces what went in."""
+    return streamed(experts) if storage(experts.gate_up)[0].is_cuda else experts
 
 
 def moe_route(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.decode import MODELS, ROOT, config_of, decoding, measure
+from bench.decode import MODELS, config_of, decoding, directory, measure
 from bench.profile.step import Span, busy, by_time
-from specdec.boot import build_engine
+from specdec.boot import load_target
 from specdec.models.load import find_checkpoint
 from tests.harness import checkpoint
 
@@ -16,9 +16,8 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
     monkeypatch.setattr("bench.decode.PROMPT", 40)
     monkeypatch.setattr("bench.decode.OUTPUT", 60)
     config = config_of(checkpoint(), 3, accept, True, "cpu").with_(load_format="auto", max_model_len=128)
-    engine = build_engine(config, oracle=lambda seq: [7] * 64)
-    decoding(engine, 3, 500)
-    record = measure(engine, 3, 4)
+    record = measure(decoding(config, load_target(config)), 4)
+    assert record["batch"] == 3
     assert record["tokens_a_step"] == 3 * (1 + len(accept))
     assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
 
@@ -26,7 +25,7 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
 def test_the_configs_are_whole() -> None:
     assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8")
     for model in MODELS:
-        found = find_checkpoint(ROOT / "data" / "models" / model)
+        found = find_checkpoint(directory(model))
         assert found.config.vocab_size == 128256
         assert (found.quantization is not None) == model.endswith("fp8")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.decode import MODELS, ROOT, WARM, config_of, decoding
-from specdec.boot import build_engine, load_target
+from bench.decode import MODELS, config_of, decoding, directory
+from specdec.boot import load_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("step.json"))
     args = parser.parse_args()
-    config = config_of(str(ROOT / "data" / "models" / args.model), args.batch, args.accept, args.eager)
-    target = load_target(config)
-    engine = build_engine(config, oracle=lambda seq: [7] * 64, target=target)
-    decoding(engine, args.batch, target.config.vocab_size)
-    for _ in range(WARM):
-        engine.step()
+    config = config_of(directory(args.model), args.batch, args.accept, args.eager)
+    engine = decoding(config, load_target(config))
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         for _ in range(args.steps):
             engine.step()

@@ -17,9 +17,10 @@
 // (the card's SMs) alone. Hence the bits of a row depend on that row, the weight and the card, not on the other rows or their number.
 //
 // Shared tiles. The CTAs that share a tile write their sums to `partial` and, when all their units are done, count themselves in `arrived`;
-// the last one adds them up in the order above and writes y. Not earlier, because a fence waits for the copies in flight: between two
-// tiles it cost the pipeline 5 us. Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero
-// before and after each launch. One launch at a time may use an `arrived`.
+// the last one adds them up in the order above and writes y. Not earlier: adding up inside the loop over units cost its registers, with
+// spills from 48 tokens on, and a fence there waits for the copies in flight. What is slow now is that one CTA adds up a tile by itself.
+// Nobody waits for anybody, so nothing can deadlock however the CTAs are scheduled. `arrived` is zero before and after each launch. One
+// launch at a time may use an `arrived`.
 #pragma once
 
 #if defined(__CUDACC__)

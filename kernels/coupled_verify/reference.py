@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,15 @@ def coupled_verify(
     purpose: int,
     *,
     lse: bool = False,
+    argmax: Callable[..., Tensor] = noise.gumbel_argmax,
 ) -> tuple[Tensor, Tensor | None]:
     """(`gumbel_argmax` of logits / temperature [R] i64, log-sum-exp of the logits [R] f32 where asked for).
 
-    logits [R, V] f32, NaN counts as -inf; temperature [R] f32 > 0; the rest as in `gumbel_argmax`, noisy None = nowhere.
+    logits [R, V] f32, NaN counts as -inf; temperature [R] f32 > 0; the rest as in `gumbel_argmax`, noisy None = nowhere. argmax: a backend
+    of that op; over the compiled one this is the compiled op.
     """
     if noisy is None:
         noisy = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-    scores = logits / temperature[:, None]
-    token = noise.gumbel_argmax(scores, seeds, positions, choices, noisy, purpose)
-    return token, log_mass(logits) if lse else None
-
-
-def log_mass(logits: Tensor) -> Tensor:
-    """Log-sum-exp of each row, [R] f32; NaN counts as -inf."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1)
+    scores = logits if bool((temperature == 1.0).all()) else logits / temperature[:, None]
+    token = argmax(scores, seeds, positions, choices, noisy, purpose)
+    return token, logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1) if lse else None

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.noise.triton import near_gumbel, words
-from specdec.kernels.triton_common import dot
+from specdec.kernels.triton_common import dot, ordered
 
 _PART = 64  # tokens of which the best and the sums are kept
 _STAGED = 110 << 10  # bytes of shared memory that stages may take: of a multiprocessor's two programs each
@@ -185,13 +185,6 @@ def _log_mass(tops, masses, part, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """int32 in the order of the floats, above `_NONE`; the two zeros are equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _best(value, index, slot, WIDTH: tl.constexpr):
     """(the WIDTH largest of value, the lowest index first among equals; their indices), both in the shape of slot. `_NONE` is no value."""
     values, indices = tl.full(slot.shape, _NONE, tl.int32), tl.full(slot.shape, 0x7FFFFFFF, tl.int32)
@@ -217,10 +210,10 @@ def _merge(
     whole = _log_mass(own, own + plane, part, parts, PARTS)
     tl.store(masses + row, _log_mass(own + 2 * plane, own + 3 * plane, part, parts, PARTS))
     top = tl.load(own + part, mask=part < parts, other=0.0)
-    _, chosen = _best(tl.where(part < parts, _ordered(top), _NONE), part, slot, WIDTH)
+    _, chosen = _best(tl.where(part < parts, ordered(top), _NONE), part, slot, WIDTH)
     column = tl.where(chosen < parts, chosen, parts)[:, None] * PART + tl.arange(0, PART)[None, :]
     value = tl.load(races + row * vocab + column, mask=column < vocab, other=0.0)
-    value = tl.reshape(tl.where(column < vocab, _ordered(value), _NONE), [SLOTS * PART])
+    value = tl.reshape(tl.where(column < vocab, ordered(value), _NONE), [SLOTS * PART])
     values, indices = _best(value, tl.reshape(column, [SLOTS * PART]), slot, WIDTH)
     bits = values ^ ((values >> 31) & 0x7FFFFFFF)
     chance = tl.exp(bits.to(tl.float32, bitcast=True) - whole)

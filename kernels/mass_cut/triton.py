@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import INTERPRET, INTERPRETED
+from specdec.kernels.triton_common import INTERPRET, INTERPRETED, ordered
 
 _TILE = 65536 if INTERPRETED else 2048  # compiled, at least as many as a program has threads: none may add a token twice
 _SIEVE_TILE = 65536 if INTERPRETED else 256  # few: most tiles then have nothing to list
@@ -63,13 +63,6 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     _sieve[(rows, triton.cdiv(vocab, _SIEVE_TILE))](rank, ids, counted, cut, kept, vocab, room, TILE=_SIEVE_TILE, num_warps=1)
     _find[(rows,)](log_p, rank, ids, cells, counted, cut, kept, vocab, room, LIST_TILE=_LIST_TILE, TILE=_TILE, num_warps=8)
     return kept
-
-
-@triton.jit
-def _ordered(rank):
-    """Integers in the order of the ranks, f32 -> i32; both zeros are one."""
-    bits = (rank + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -250,7 +243,7 @@ def _descend(log_p, rank, bins, vocab, bound, target, TILE: tl.constexpr):
             column = at + tl.arange(0, TILE)
             real = column < vocab
             score = tl.load(rank + column, mask=real, other=0.0)
-            place = _place(_ordered(score), column)
+            place = _place(ordered(score), column)
             mine = real & (_bin(score) == bound) & ((place >> shift) == found)
             law = tl.load(log_p + column, mask=mine, other=float("-inf"))
             _add(bins, ((place >> narrower) & ((1 << (shift - narrower)) - 1)).to(tl.int32), _masses(law))
@@ -278,13 +271,13 @@ def _find(
         for at in range(0, vocab, TILE):
             column = at + tl.arange(0, TILE)
             score = tl.load(rank + column, mask=column < vocab, other=0.0)
-            wanted = _place(_ordered(score), column) >= last
+            wanted = _place(ordered(score), column) >= last
             tl.store(kept + column, wanted, mask=(column < vocab) & (_bin(score) == bound))
     elif count > 0:
         slot = tl.arange(0, LIST_TILE)
         there = slot < count
         token = tl.load(ids + row * room + slot, mask=there, other=2147483647)
-        key = tl.where(there, _ordered(tl.load(rank + token, mask=there, other=0.0)), -2147483648)
+        key = tl.where(there, ordered(tl.load(rank + token, mask=there, other=0.0)), -2147483648)
         mass = _masses(tl.load(log_p + token, mask=there, other=float("-inf")))
         least, last_id = _select(key, token, mass, bins, target)
         tl.store(kept + token, (key > least) | ((key == least) & (token <= last_id)), mask=there)

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec import ops
 from specdec.errors import UnsupportedCheckpoint
-from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, streamed
+from specdec.kernels.moe_experts.weight import Experts, ExpertWeight
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.layers.decoder import Layer, MoELayer
 from specdec.layers.linear import Linear, make_linear
@@ -86,7 +87,7 @@ def _gpt_oss(build: Builder, prefix: str, moe: MoEConfig, hidden: int) -> Expert
         limit=moe.limit,
         alpha=moe.alpha,
     )
-    return streamed(experts) if build.device.type == "cuda" else experts
+    return ops.prepare_experts(experts)
 
 
 def _stacked(build: Builder, name: str, shape: tuple[int, int, int], order: Tensor | None, packed: bool) -> ExpertWeight:

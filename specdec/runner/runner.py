@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.tree import ancestor_words, chain
@@ -44,19 +45,17 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Forward:
         """Hidden states of all rows, float32 logits of the wanted ones. Both are valid until the next pass."""
-        wanted = batch.logit_rows
         recorded = self._recorded(batch)
         if recorded is not None:
             hidden, taps, logits = recorded
             assert hidden is not None and logits is not None
-            own = logits if len(wanted) == len(hidden) else logits.index_select(0, wanted)
-            return Forward(logits=own, hidden=hidden, taps=None if taps is None else taps.clone())  # drafters keep taps beyond the step
+            taps = None if taps is None else taps.clone()  # drafters keep them beyond the step
+            return Forward(logits=_wanted(logits, batch), hidden=hidden, taps=taps)
         hidden, taps = self.model.forward(batch, self.kv, taps=self.taps)
-        rows = hidden if wanted.numel() == hidden.shape[0] else hidden.index_select(0, wanted)
         prompt = None
         if batch.prompt_rows is not None:
             prompt = self.model.logits(hidden.index_select(0, batch.prompt_rows))
-        return Forward(logits=self.model.logits(rows), hidden=hidden, taps=taps, prompt_logits=prompt)
+        return Forward(logits=self.model.logits(_wanted(hidden, batch)), hidden=hidden, taps=taps, prompt_logits=prompt)
 
     def _recorded(self, batch: Batch) -> Outputs | None:
         """(hidden, taps, logits) of all rows by a recorded pass, or None where there is none for such a batch."""
@@ -117,3 +116,8 @@ class ModelRunner:
         for group, n in enumerate(self.kv.num_blocks):
             self.kv.copy_blocks(group, [(b, b) for b in range(self._backed + 1, min(last, n - 1) + 1)])
         self._backed = max(self._backed, last)
+
+
+def _wanted(values: Tensor, batch: Batch) -> Tensor:
+    """Of values [T, any] the rows whose logits are wanted."""
+    return values if len(batch.logit_rows) == len(values) else values.index_select(0, batch.logit_rows)

@@ -80,21 +80,17 @@ class DepthRates:
 
     def rate(self, depth: int, parent: DepthRates | None = None) -> float:
         """Conditional acceptance at `depth` ≥ 1; parent: to shrink to instead of the usual one."""
-        d, parent = min(depth, MAX_DEPTH), parent or self.parent
-        prior = self._untried(d) if parent is None else parent.rate(d)
-        return (self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight)
+        return self.up_to(depth, parent)[-1]
 
-    def up_to(self, deepest: int) -> list[float]:
-        """`rate` of depths 1 … `deepest`: each from the one before it, where asking one by one would start over every time."""
-        above, found = None if self.parent is None else self.parent.up_to(deepest), list[float]()
+    def up_to(self, deepest: int, parent: DepthRates | None = None) -> list[float]:
+        """`rate` of depths 1 … `deepest`."""
+        parent, found = parent or self.parent, list[float]()
+        above = None if parent is None else parent.up_to(deepest)
         for depth in range(1, deepest + 1):
             d = min(depth, MAX_DEPTH)
-            prior = above[depth - 1] if above is not None else self.prior if d <= 1 else max(self.prior, DEEPER * found[d - 2])
+            prior = above[depth - 1] if above is not None else self.prior if d == 1 else max(self.prior, DEEPER * found[d - 2])
             found.append((self.hits[d] + self.weight * prior) / (self.trials[d] + self.weight))
         return found
-
-    def _untried(self, depth: int) -> float:
-        return self.prior if depth <= 1 else max(self.prior, DEEPER * self.rate(depth - 1))
 
     def record(self, depth: int, accepted: bool) -> None:
         """One trial at `depth`."""

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from specdec.cache.kv import Companion
-from specdec.runner.graphs import Inputs, Outputs, Passes, Widths
+from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from specdec.models.draft_heads import DraftHead
-    from specdec.runner.graphs import Recorder
     from specdec.sequence import Sequence
 
 MAX_ROWS = 2048  # of one pass, bounds its memory

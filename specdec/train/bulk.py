@@ -19,6 +19,7 @@ from specdec import ops, rng
 from specdec.cache.kv import KVCache
 from specdec.errors import ConfigError
 from specdec.models.registry import Model
+from specdec.runner.graphs import CudaRecorder, Outputs
 from specdec.types import Batch
 
 BLOCK = 16  # tokens a KV block
@@ -62,7 +63,7 @@ class Lanes:
         self.tokens = torch.zeros((lanes, max_len), dtype=torch.int32, device=device)
         self._zero = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._one_each = torch.arange(lanes + 1, dtype=torch.int32, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], Outputs] | None = None
 
     def fill(self, free: Sequence[int], questions: Sequence[Question]) -> None:
         """Put questions into free lanes: K and V of all prompt tokens but the last, which is the next step's input."""
@@ -100,28 +101,18 @@ class Lanes:
         self.model.forward(Batch(ids, positions, cu, zeros, zeros, torch.zeros_like(ids), table, slots, ids[:0]), self._kv)
 
     def step(self) -> None:
-        """One token for every active lane. On a card it is one CUDA graph: a small target's launches cost more than its work."""
-        if self.token.is_cuda and self._graph is None:
-            self._graph = self._captured()
-        if self._graph is None:
+        """One token for every active lane. On a card it is one CUDA graph: a small target's launches cost more than its work.
+
+        Recording it takes two real steps, to compile and to allocate: lanes are two tokens further after the first.
+        """
+        if self.token.is_cuda and self._replay is None:
+            self._replay = CudaRecorder(self.token.device)(self._advance)
+        if self._replay is None:
             self._advance()
         else:
-            self._graph.replay()
+            self._replay()
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """`_advance` as a graph. Two real steps come first, to compile and to allocate: lanes are two tokens further afterwards."""
-        stream = torch.cuda.Stream(self.token.device)
-        stream.wait_stream(torch.cuda.current_stream(self.token.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._advance()
-        torch.cuda.current_stream(self.token.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._advance()
-        return graph
-
-    def _advance(self) -> None:
+    def _advance(self) -> Outputs:
         slots = torch.where(self.active, self._lane * self._stride + self.position, -1).repeat(self._groups, 1)
         batch = Batch(
             input_ids=self.token,
@@ -142,6 +133,7 @@ class Lanes:
         self.tokens.scatter_(1, self.position[:, None], self.token[:, None].to(torch.int32))
         ended = (self.token[:, None] == self._ends).any(1) | (self.position >= self.limit)
         self.active &= ~ended
+        return ()
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from specdec import boot
 from specdec.config import EngineConfig, SamplingParams
@@ -105,6 +106,11 @@ def test_the_padding_writes_nothing_and_belongs_to_nobody(recordings: Recordings
     assert (batch.slot_mapping[:, :3] >= 0).all()
 
 
-def test_eager_is_a_choice() -> None:
-    assert boot._recorder(EngineConfig(), boot.resolve_device("cpu")) is None
-    assert EngineConfig(enforce_eager=True).enforce_eager
+def test_passes_are_recorded_where_kernels_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(boot.ops, "WHY_NO_TRITON", None)
+    assert boot._recorder(EngineConfig(), card) is not None
+    assert boot._recorder(EngineConfig(enforce_eager=True), card) is None
+    assert boot._recorder(EngineConfig(), cpu) is None
+    monkeypatch.setattr(boot.ops, "WHY_NO_TRITON", "not installed")
+    assert boot._recorder(EngineConfig(), card) is None
