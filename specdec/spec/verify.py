@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,6 +121,6 @@ def cut(verdict: Verdict, stuck: Tensor) -> Verdict:
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:
     """[R] i64: the target's own token after every node, ties to the lowest id. scores [R, V] f32."""
     if not sampling.samples(rows.request_slots):  # nobody's noise is read, so nobody's key is looked up
-        unused, silent = (torch.from_numpy(np.zeros(rows.num_rows, kind)).to(rows.device) for kind in (np.int64, np.bool_))
+        unused, silent = (torch.zeros(rows.num_rows, dtype=kind, device=rows.device) for kind in (torch.int64, torch.bool))
         return ops.gumbel_argmax(scores, unused, unused, unused, silent, rng.TARGET)
     return ops.gumbel_argmax(scores, *sampling.noise(rows), rng.TARGET)
