@@ -3,9 +3,9 @@
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--wait] [--steps 48]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
-speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these unconditional
-rates per position: the price of verification alone. `--eager` goes without CUDA graphs, `--wait` without the host one step behind. Beside
-the step its parts as the host sees them, and the time that the target's weights take at the rate of a plain read in the same run, which
+speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
+unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs, `--wait` without the host one
+step behind. Beside the step its parts as the host sees them, and the time that the weights take at the rate of a plain read, which
 no step can be faster than. Appends to `bench/results/decode.jsonl`.
 """
 
