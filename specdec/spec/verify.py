@@ -65,8 +65,11 @@ class Verifier:
     ) -> Verdict:
         """Verdict over the B trees of `shares`. logits [R, V] f32, one row per node; token_mask [R, V] bool, True = allowed."""
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
-        if self.mode == "coupled" and token_mask is None and self._only_drawn(shares, sampling):
-            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *sampling.noise(rows), rng.TARGET)
+        if self.mode == "coupled" and token_mask is None and self._only_temperature(shares, sampling):
+            keys: tuple[Tensor, Tensor, Tensor, Tensor | None] = (rows.slot, rows.slot, rows.slot, None)  # that nobody reads
+            if sampling.samples(rows.request_slots):
+                keys = sampling.noise(rows)
+            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *keys, rng.TARGET)
             return Verdict(*ops.tree_walk(following, None, rows, sampling))
         scores = sampling.process(logits, rows, token_mask)
         stuck = sampling.stuck(scores, rows, token_mask)
@@ -85,11 +88,10 @@ class Verifier:
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
 
     @staticmethod
-    def _only_drawn(shares: Seq[Scheduled], sampling: SamplingState) -> bool:
-        """Whether tokens are drawn, from laws that temperatures alone shape, and nobody asks how likely they were."""
-        slots = [share.seq.request_slot for share in shares]
+    def _only_temperature(shares: Seq[Scheduled], sampling: SamplingState) -> bool:
+        """Whether temperatures alone, 0 included, shape the laws, and nobody asks how likely tokens were."""
         silent = all(share.seq.params.logprobs is None for share in shares)
-        return silent and sampling.samples(slots) and all(map(sampling.only_temperature, slots))
+        return silent and all(sampling.only_temperature(share.seq.request_slot) for share in shares)
 
     def _forced(self, rows: RowInfo, sampling: SamplingState) -> Tensor:
         """[R] bool: first children (the best path) accepted at the configured rates, given that their parent is."""
