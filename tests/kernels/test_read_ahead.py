@@ -87,7 +87,8 @@ def _send(ahead, program, programs):
 
 def test_only_few_rows_on_a_card_ask() -> None:
     assert hint(torch.zeros(2, 4), (WEIGHT,)) == {}
-    assert read_ahead.asked((WEIGHT,), torch.device("cpu")) == (0, None)  # the interpreter is no Hopper
+    if DEVICE == "cpu":  # the interpreter is no Hopper
+        assert read_ahead.asked((WEIGHT,), torch.device("cpu")) == (0, None)
 
 
 def test_bytes_of_weights() -> None:
