@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec import ops
+from specdec.kernels.read_ahead import Ahead
 from specdec.layers.attention import Attention, KVStore
 from specdec.layers.linear import Linear
 from specdec.layers.moe import MoE
@@ -17,13 +18,14 @@ from specdec.types import Batch
 
 @dataclass(slots=True)
 class Layer:
-    """Pre-norm attention and SwiGLU blocks around one residual stream."""
+    """Pre-norm attention and SwiGLU blocks around one residual stream. ahead: weights to ask for before `down` (`layers/read_ahead.py`)."""
 
     input_norm: RMSNorm
     attention: Attention
     post_norm: RMSNorm
     gate_up: Linear  # [H] -> [2 I], gate first
     down: Linear  # [I] -> [H]
+    ahead: Ahead = ()
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -32,7 +34,7 @@ class Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        return self.down(ops.silu_mul(self.gate_up(x), self.ahead))
 
 
 @dataclass(slots=True)
