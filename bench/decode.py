@@ -1,14 +1,15 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
-    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--steps 48] [--ahead 0 16 32]
+    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--wait] [--steps 48]
+                           [--ahead 0 16 32] [--places norm rope silu] [--chunk 4096]
 
-Prompts of 512 random tokens; the clock runs while all sequences decode, from a synchronised card to a synchronised card. Without
-`--accept` speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
-unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs. Beside the step its parts as the
-host sees them, the recorded pass alone, replayed back to back (`pass_ms`), and the time that the target's weights take at the rate of a
-plain read in the same run, which no step can be faster than. `--ahead`: megabytes of weights that small ops may have asked for and that
-have not been read (`specdec/layers/read_ahead.py`), 0 = they ask for none. `--places`: which ops
-ask. `--chunk`: bytes a thread asks for at a time, 128 by the instruction that asks for a line. Appends to `bench/results/decode.jsonl`.
+Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
+speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
+unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs, `--wait` without the host one
+step behind. Beside the step its parts as the host sees them, the recorded pass alone, replayed back to back (`pass_ms`), and the time
+that the weights take at the rate of a plain read, which no step can be faster than. `--ahead`: megabytes of weights that small ops may
+have asked for and that have not been read (`specdec/layers/read_ahead.py`), 0 = they ask for none. `--places`: which ops ask. `--chunk`:
+bytes a thread asks for at a time, 128 by the instruction that asks for a line. Appends to `bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def directory(model: str) -> str:
     return str(ROOT / "data" / "models" / model)
 
 
-def config_of(model: str, batch: int, accept: list[float], eager: bool, device: str = "cuda") -> EngineConfig:
+def config_of(model: str, batch: int, accept: list[float], eager: bool, device: str = "cuda", wait: bool = False) -> EngineConfig:
     spec = SpecConfig(method="off")
     if accept:
         shape = {"nodes": len(accept) + 1, "depth": len(accept), "width": 1}
@@ -76,6 +77,7 @@ def config_of(model: str, batch: int, accept: list[float], eager: bool, device: 
         num_kv_blocks=batch * (-(-(PROMPT + OUTPUT + 64) // 16)) + 64,
         enable_prefix_caching=False,
         enforce_eager=eager,
+        overlap=False if wait else None,
     )
 
 
@@ -96,12 +98,12 @@ def decoding(config: EngineConfig, target: LoadedModel) -> Engine:
 def measure(engine: Engine, steps: int) -> dict[str, Any]:
     """Medians over single steps; tokens a step of all sequences together."""
     whole, parts, committed = [], [], 0
+    end = time.perf_counter()
     for _ in range(steps):
-        engine.runner.synchronize()
-        start = time.perf_counter()
-        engine.step()
-        engine.runner.synchronize()
-        whole.append(1e3 * (time.perf_counter() - start))
+        start = end
+        engine.step()  # waits for its tokens, and for nothing else
+        end = time.perf_counter()
+        whole.append(1e3 * (end - start))
         stats = engine.stats
         assert stats is not None
         committed += stats.committed
@@ -144,17 +146,17 @@ def floor(target: LoadedModel) -> float:
 
 
 def records(
-    model: str, batches: list[int], accept: list[float], eager: bool, steps: int, askings: Sequence[Asking] = (Asking(),)
+    model: str, batches: list[int], accept: list[float], eager: bool, wait: bool, steps: int, askings: Sequence[Asking] = (Asking(),)
 ) -> Iterator[dict[str, Any]]:
     """One for each number of sequences and way to ask. model: a name in MODELS."""
     target = load_target(config_of(directory(model), 1, [], eager))
     least = round(floor(target), 3)
     for batch, asking in product(batches, askings):
         asking.apply(target)
-        engine = decoding(config_of(directory(model), batch, accept, eager), target)
-        how = {"ahead_mb": asking.ahead, "places": asking.places, "chunk": asking.chunk}
-        case = {"bench": "decode", "model": model, "accept": accept, "eager": eager, "floor_ms": least} | how
-        yield case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
+        engine = decoding(config_of(directory(model), batch, accept, eager, wait=wait), target)
+        how = {"accept": accept, "eager": eager, "wait": wait}
+        how |= {"ahead_mb": asking.ahead, "places": asking.places, "chunk": asking.chunk}
+        yield {"bench": "decode", "model": model, **how, "floor_ms": least} | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
         engine.close()
         del engine
         gc.collect()
@@ -169,6 +171,7 @@ def main() -> None:
         "--accept", type=float, nargs="*", default=[], help="rates per position of forced acceptance; none = speculation off"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--ahead", type=float, nargs="+", default=[Asking().ahead], help="megabytes asked for ahead; 0 = off")
     parser.add_argument("--places", nargs="+", choices=("norm", "rope", "merge", "silu"), default=sorted(PLACES))
@@ -176,10 +179,10 @@ def main() -> None:
     args = parser.parse_args()
     askings = [Asking(ahead, tuple(args.places), chunk) for ahead in args.ahead for chunk in (args.chunk if ahead else args.chunk[:1])]
     for model in args.model:
-        for record in records(model, args.batch, args.accept, args.eager, args.steps, askings):
+        for record in records(model, args.batch, args.accept, args.eager, args.wait, args.steps, askings):
             append("decode", environment() | record)
-            how = "eager" if args.eager else "graphs"
-            line = f"{model:20} batch {record['batch']:3} {how:6} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
+            how = ("eager" if args.eager else "graphs") + (" wait" if args.wait else "")
+            line = f"{model:20} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
             asking = f"pass {record['pass_ms']}, ahead {record['ahead_mb']:g} {'+'.join(record['places'])} {record['chunk'] or ''}"
             print(line, asking, record["host_ms"], record["tokens_a_step"], flush=True)
 

@@ -72,7 +72,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _swapped(engine: Engine, found: Any) -> dict[str, Any]:
-    engine.heads.apply(found, engine.policy)
+    engine.swap_heads(found)
     return _state(engine)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,9 +11,11 @@ import numpy as np
 import torch
 
 from specdec.spec.tree import host_words
+from specdec.transfer import send, send_all
 from specdec.types import Batch
 
 if TYPE_CHECKING:
+    from specdec.sequence import Sequence
     from specdec.types import DraftTree, Scheduled, StepPlan
 
 
@@ -62,7 +66,20 @@ class BatchBuilder:
             else:
                 self._linear(rows, share)
             b += share.samples
-        return self._tensors(plan, rows)
+        return self._tensors([share.seq.request_slot for share in plan.scheduled], rows)
+
+    def follow(self, seqs: Seq[Sequence], tokens: torch.Tensor) -> Batch:
+        """A plain decode row of each sequence, for the token that the step under way gives it: tokens [B] i64, on the device."""
+        rows = _Rows()
+        for row, seq in enumerate(seqs):
+            position = len(seq.tokens)
+            rows.ids.append(0)
+            rows.positions.append(position)
+            rows.cells.append(position)
+            rows.words.append(0)
+            rows.logit_rows.append(row)
+            rows.close(position, 0, seq.request_slot)
+        return replace(self._tensors([seq.request_slot for seq in seqs], rows), input_ids=tokens)
 
     @staticmethod
     def _linear(rows: _Rows, share: Scheduled) -> None:
@@ -95,37 +112,47 @@ class BatchBuilder:
         rows.logit_rows.extend(range(first, first + nodes))
         rows.close(root, nodes, share.seq.request_slot)
 
-    def _tensors(self, plan: StepPlan, rows: _Rows) -> Batch:
-        """Columns of one kind travel as one array: what a step costs here is the number of small tensors."""
+    def _tensors(self, request_slots: list[int], rows: _Rows) -> Batch:
+        """Everything travels as one copy: what a step costs here is the number of small tensors."""
         max_ctx = max(rows.ctx, default=0)
         max_query = max((b - a for a, b in pairwise(rows.cu)), default=1)
-        request_slots = [share.seq.request_slot for share in plan.scheduled]
         used = -(-(max_ctx + max_query) // self.block_size)
-        ids, positions, words = self._send(np.array([rows.ids, rows.positions, rows.words], dtype=np.int64)).unbind()
-        ctx_lens, tree_len = self._send(np.array([rows.ctx, rows.tree_len], dtype=np.int32)).unbind()
+        columns: list[np.ndarray] = [
+            np.array([rows.ids, rows.positions, rows.words], dtype=np.int64),
+            np.array([rows.ctx, rows.tree_len], dtype=np.int32),
+            np.array(rows.cu, dtype=np.int32),
+            np.ascontiguousarray(self._tables[:, request_slots, :used]),
+            self._flat(rows.owner, rows.cells),
+            np.array(rows.logit_rows, dtype=np.int64),
+        ]
+        if rows.prompt_rows:
+            columns.append(np.array(rows.prompt_rows, dtype=np.int64))
+        linear, lengths, cu, tables, slots, logit_rows, *prompt_rows = send_all(columns, self.device)
+        ids, positions, words = linear.unbind()
+        ctx_lens, tree_len = lengths.unbind()
         return Batch(
             input_ids=ids,
             positions=positions,
-            cu_query=self._send(np.array(rows.cu, dtype=np.int32)),
+            cu_query=cu,
             ctx_lens=ctx_lens,
             tree_len=tree_len,
             tree_mask=words,
-            block_tables=self._send(np.ascontiguousarray(self._tables[:, request_slots, :used])),
-            slot_mapping=self.slots(rows.owner, rows.cells),
-            logit_rows=self._send(np.array(rows.logit_rows, dtype=np.int64)),
-            prompt_rows=self._send(np.array(rows.prompt_rows, dtype=np.int64)) if rows.prompt_rows else None,
+            block_tables=tables,
+            slot_mapping=slots,
+            logit_rows=logit_rows,
+            prompt_rows=prompt_rows[0] if prompt_rows else None,
             max_ctx=max_ctx,
         )
 
     def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:
         """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
+        return send(self._flat(request_slots, cells), self.device)
+
+    def _flat(self, request_slots: list[int], cells: list[int]) -> np.ndarray:
         places = np.array(cells, dtype=np.int64)
         block, offset = np.divmod(places, self.block_size)
         blocks = self._tables[:, np.array(request_slots, dtype=np.int64), block]
         # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
         slots = np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset
         slots[:, places < 0] = -1
-        return self._send(slots)
-
-    def _send(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return slots

@@ -237,6 +237,7 @@ class EngineConfig:
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
     enforce_eager: no CUDA graphs: every kernel of a pass is launched by itself, slowly; saves their memory.
+    overlap: begin a plain decode step before the host knows the tokens of the one before (`specdec.overlap`); None = on CUDA.
     max_queue: unfinished sequences beyond those that can run before `QueueFull` (see `admission`); None = any number (offline use).
     """
 
@@ -257,6 +258,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     deterministic: bool = False
     enforce_eager: bool = False
+    overlap: bool | None = None
     tensor_parallel_size: int = 1
     load_format: str = "auto"
     seed: int = 0
@@ -282,6 +284,7 @@ class EngineConfig:
             **dict.fromkeys(("enable_prefix_caching", "deterministic", "enforce_eager", "trace"), (bool, "True or False")),
             **dict.fromkeys(("device", "dtype", "kv_dtype"), (str, "a string")),
             "quantization": ((str, type(None)), "a string or None"),
+            "overlap": ((bool, type(None)), "True, False or None"),
         }
         for name, (kind, wanted) in kinds.items():
             value = getattr(self, name)

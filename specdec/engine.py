@@ -16,13 +16,15 @@ from specdec.commit import Moves, compaction, count, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
+from specdec.overlap import Flight, Launcher, landed
 from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
-from specdec.spec.tree import merge, root_only
+from specdec.spec.portfolio import draft
 from specdec.trace import Trace
-from specdec.types import DrafterHealth, DraftTree, Forward, RequestOutput, Scheduled, StepPlan, StepStats, Verdict
+from specdec.types import DrafterHealth, RequestOutput, Scheduled, SpecBudget, StepPlan, StepStats
 
 if TYPE_CHECKING:
     from specdec.boot import Parts
+    from specdec.live_heads import Change
     from specdec.sequence import Sequence
 
 
@@ -45,12 +47,17 @@ class Engine:
         self.kv = parts.kv
         self.sampling = parts.sampling
         self.verifier = parts.verifier
+        self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
+        self.overlap = config.overlap if config.overlap is not None else parts.builder.device.type == "cuda"
         self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
         self.observers: list[Callable[[StepStats], None]] = []
         self._requests: dict[str, RequestState] = {}
         self._ready: list[RequestState] = []
         self._steps = 0
+        self._flight: Flight | None = None  # begun behind the step that was committed last
+        self._budgets: dict[Sequence, SpecBudget] | None = None  # for the next plan, where they are known already
+        self._ended = 0.0
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -96,6 +103,14 @@ class Engine:
                 self._release(seq, self.scheduler.abort)
         self._ready.append(state)
 
+    @torch.inference_mode()
+    def swap_heads(self, change: Change) -> None:
+        """Put what `heads.load` found in place, between two steps: the one in flight is committed first. Raises as `LiveHeads.apply`."""
+        flight, self._flight = landed(self._flight), None
+        if flight is not None:
+            self.stats = self._commit(flight)
+        self.heads.apply(change, self.policy)
+
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._requests)
@@ -104,23 +119,40 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One plan → draft → verify → commit. Returns what is new for each request that moved."""
-        start = time.perf_counter()
-        plan = self._plan()
-        if plan.scheduled:
-            tree = self._propose(plan)
-            drafted = time.perf_counter()
-            batch = self.builder.build(plan, tree)
-            forward = self.runner.forward(batch)
-            forwarded = time.perf_counter()
-            verdict = self.verifier.verify(tree, forward.logits, plan.sampling, self.sampling)
-            self.stats = self._commit(plan, tree, forward, verdict, (start, drafted, forwarded))
+        """One plan → draft → verify → commit. Returns what is new for each request that moved.
+
+        Where the next step is known before this one's verdict is, it is on its way while this one is committed.
+        """
+        flight, self._flight = landed(self._flight) or self._begin(), None
+        if flight is not None:
+            self._flight = self._follow(flight)
+            self.stats = self._commit(flight)
         return self.collect()
+
+    def _begin(self) -> Flight | None:
+        """The next step, or None where there is nothing to compute."""
+        start, plan = time.perf_counter(), self._plan()
+        return self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start) if plan.scheduled else None
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The step behind `flight`, unless it takes a verdict to know it, or somebody is going to draft in it."""
+        if not self.overlap or not self.launcher.can_follow(flight) or any(b.drafter is not None for b in self._budget().values()):
+            return None
+        following = self.launcher.follow(flight)
+        if following is not None:
+            self._budgets = None
+        return following
+
+    def _budget(self) -> dict[Sequence, SpecBudget]:
+        """What each decoding sequence may draft in the next step; asked once a step."""
+        if self._budgets is None:
+            self.heads.review(self.policy)
+            self._budgets = self.policy.budget(self.scheduler.running, self.stats)
+        return self._budgets
 
     def _plan(self) -> StepPlan:
         """Budgets, then a plan, then its application: blocks reserved for the worst tree, request slots handed out."""
-        self.heads.review(self.policy)
-        budgets = self.policy.budget(self.scheduler.running, self.stats)
+        budgets, self._budgets = self._budget(), None
         plan = self.scheduler.plan(budgets)
         for seq in plan.preempted:
             self._forget(seq)
@@ -134,28 +166,9 @@ class Engine:
                 seq.metrics.first_scheduled = now
         return plan
 
-    def _propose(self, plan: StepPlan) -> DraftTree:
-        """One tree per sampling share. Each drafter sees only its own shares; the policy then cuts what cannot pay."""
-        shares = plan.sampling
-        by_drafter: dict[str, list[int]] = {}
-        for i, share in enumerate(shares):
-            if share.budget.drafter is not None and share.budget.nodes > 1:
-                by_drafter.setdefault(share.budget.drafter, []).append(i)
-        if not by_drafter:
-            return root_only([s.seq.tokens[-1] for s in shares])
-        drafting = {i for own in by_drafter.values() for i in own}
-        plain = [i for i in range(len(shares)) if i not in drafting]
-        orders = [plain] if plain else []
-        parts = [root_only([shares[i].seq.tokens[-1] for i in plain])] if plain else []
-        for name, own in by_drafter.items():
-            begin = time.perf_counter()
-            parts.append(self.proposers[name].propose(tuple(shares[i] for i in own), self.sampling))
-            self.policy.drafted(name, time.perf_counter() - begin, parts[-1])
-            orders.append(own)
-        return self.policy.trim(merge(parts, orders), shares, other_rows=plan.num_rows - len(shares))
-
-    def _commit(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict, clock: tuple[float, float, float]) -> StepStats:
+    def _commit(self, flight: Flight) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
+        plan, tree, forward, verdict = flight.plan, flight.tree, flight.forward, flight.verdict
         stats = open_stats(self._steps, plan, tree)
         if forward.prompt_logits is not None:
             for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
@@ -167,8 +180,7 @@ class Engine:
                 share.seq.num_computed += share.num_new
                 self.scheduler.commit(share.seq)
                 continue
-            logprobs = verdict.logprobs[b] if verdict.logprobs is not None else None
-            state = self._requests[share.seq.request_id]
+            state, logprobs = self._requests[share.seq.request_id], verdict.logprobs[b] if verdict.logprobs is not None else None
             kept = state.feed(share.seq.choice, decided.committed[b][: decided.num_committed[b]], decided.finish[b], logprobs)
             taken = min(decided.num_accepted[b], len(kept))
             self._append(share, kept, taken, now)
@@ -176,9 +188,9 @@ class Engine:
             if state.trace is not None:
                 state.trace.add(self._steps, share.seq, tree, verdict, b)
             b += 1
-        self._observe(plan, tree, forward, verdict)
+        self._observe(flight)
         self._settle(plan)
-        return self._close_stats(stats, clock)
+        return self._close_stats(stats, flight.clock)
 
     # -- commit, in parts -------------------------------------------------------------------------------------------
 
@@ -199,11 +211,11 @@ class Engine:
             for group in range(len(self.kv.groups)):
                 self.kv.move(group, source[group], target[group])
 
-    def _observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
+    def _observe(self, flight: Flight) -> None:
         """Every drafter sees the whole step, with the hidden states of all rows; the policy sees the trees."""
         for proposer in self.proposers.values():
-            proposer.observe(plan, tree, forward, verdict)
-        self.policy.observe(plan.sampling, tree, verdict)
+            proposer.observe(flight.plan, flight.tree, flight.forward, flight.verdict)
+        self.policy.observe(flight.plan.sampling, flight.tree, flight.verdict)
 
     def _settle(self, plan: StepPlan) -> None:
         """Free what finished sequences hold, and remember whose output moved."""
@@ -217,8 +229,8 @@ class Engine:
         self._ready.extend(moved.values())
 
     def _close_stats(self, stats: StepStats, clock: tuple[float, float, float]) -> StepStats:
-        start, drafted, forwarded = clock
-        end = time.perf_counter()
+        start, drafted, forwarded = (max(moment, self._ended) for moment in clock)  # a flight began while another was committed
+        self._ended = end = time.perf_counter()
         stats.draft_seconds = drafted - start
         stats.forward_seconds = forwarded - drafted
         stats.verify_seconds = end - forwarded
@@ -248,14 +260,11 @@ class Engine:
 
     def collect(self) -> list[RequestOutput]:
         """Outputs of the requests that moved; finished requests are forgotten here."""
-        outputs = []
-        for state in self._ready:
-            output = state.take()
-            if output is not None:
-                outputs.append(output)
-                if output.finished:
-                    self._requests.pop(state.request_id, None)
+        outputs = [output for state in self._ready if (output := state.take()) is not None]
         self._ready = []
+        for output in outputs:
+            if output.finished:
+                self._requests.pop(output.request_id, None)
         return outputs
 
     # -- gauges -----------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class LLM:
         with self._alone():
             if self._stepping:  # an observer, or a collector that runs in the middle of a step of this very thread
                 raise InvalidRequest("load_head cannot be called from inside a step; call it from another thread", param="path")
-            self.engine.heads.apply(change, self.engine.policy)
+            self.engine.swap_heads(change)
             return self.engine.heads.info()
 
     # -- the engine, one thread at a time ---------------------------------------------------------------------------

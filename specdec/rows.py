@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.transfer import send, send_all
 from specdec.types import DraftTree
 
 
@@ -29,20 +31,22 @@ class RowInfo:
     @cached_property
     def slots(self) -> Tensor:
         """[B] i64 request slots."""
-        return torch.tensor(self.request_slots, dtype=torch.int64, device=self.device)
+        return send(np.array(self.request_slots, dtype=np.int64), self.device)
 
     @cached_property
     def starts(self) -> Tensor:
         """[B] i64, the row of each root."""
-        counts = torch.tensor(self.counts, dtype=torch.int64, device=self.device)
-        return counts.cumsum(0) - counts
+        if self.root_only:
+            return torch.arange(len(self.counts), device=self.device)
+        counts = np.array(self.counts, dtype=np.int64)
+        return send(counts.cumsum() - counts, self.device)
 
     @cached_property
     def seq(self) -> Tensor:
         """[R] i64, index into the B sequences."""
-        each = torch.arange(len(self.counts), device=self.device)
-        counts = torch.tensor(self.counts, dtype=torch.int64, device=self.device)
-        return each if self.root_only else each.repeat_interleave(counts, output_size=self.num_rows)
+        if self.root_only:
+            return torch.arange(len(self.counts), device=self.device)
+        return send(np.arange(len(self.counts)).repeat(self.counts), self.device)
 
     @cached_property
     def node(self) -> Tensor:
@@ -50,18 +54,28 @@ class RowInfo:
         rows = torch.arange(self.num_rows, device=self.device)
         return torch.zeros_like(rows) if self.root_only else rows - self.starts[self.seq]
 
+    @cached_property
+    def drafted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens, parents, depth [B, N] i64, num_nodes [B] i64) of the tree, on `device`."""
+        tree = self.tree
+        fields = (tree.tokens, tree.parents, tree.depth, tree.num_nodes)
+        if tree.tokens.device == self.device:
+            return fields
+        tokens, parents, depth, num_nodes = send_all([field.numpy() for field in fields], self.device)
+        return tokens, parents, depth, num_nodes
+
     def _flat(self, values: Tensor) -> Tensor:
-        return values.to(self.device)[self.seq, self.node]
+        return values[self.seq, self.node]
 
     @cached_property
     def token(self) -> Tensor:
         """[R] i64, the node's own token."""
-        return self._flat(self.tree.tokens)
+        return self._flat(self.drafted[0])
 
     @cached_property
     def depth(self) -> Tensor:
         """[R] i64."""
-        return self.node if self.root_only else self._flat(self.tree.depth)
+        return self.node if self.root_only else self._flat(self.drafted[2])
 
     @cached_property
     def max_depth(self) -> int:
@@ -71,7 +85,7 @@ class RowInfo:
     @cached_property
     def parent(self) -> Tensor:
         """[R] i64, row of the parent; a root's is itself."""
-        return self.starts[self.seq] + self._flat(self.tree.parents).clamp(min=0)
+        return self.starts[self.seq] + self._flat(self.drafted[1]).clamp(min=0)
 
     @cached_property
     def slot(self) -> Tensor:
@@ -101,4 +115,4 @@ class RowInfo:
         for inside, count in zip(hit, self.counts, strict=True):
             rows.extend(range(first, first + count) if inside else ())
             first += count
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return send(np.array(rows, dtype=np.int64), self.device)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from specdec.penalties import Penalties
 from specdec.rng import to_key
 from specdec.rows import RowInfo
 from specdec.sequence import Sequence
+from specdec.transfer import send
 
 _NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
 _BANS = ("allowed", "bad_words", "min_tokens", "bias")  # may forbid tokens
@@ -145,10 +147,13 @@ class SamplingState:
         self._uses["bad_words"].add(slot)
         self._keep_tail(seq)
 
+    def advance(self, request_slots: Seq[int], num_committed: Tensor) -> None:
+        """A verdict ([B] i64 tokens) lengthens its sequences, before the host knows of it."""
+        self.length.index_add_(0, send(np.array(request_slots, dtype=np.int64), self.device), num_committed)
+
     def commit(self, seq: Sequence, new_tokens: Seq[int]) -> None:
-        """After `seq.append`: `new_tokens` are the last of `seq.tokens`."""
+        """After `seq.append`: `new_tokens` are the last of `seq.tokens`. Their number is known here since `advance`."""
         slot = seq.request_slot
-        self.length[slot] = len(seq.tokens)
         if slot in self._uses["penalty"] and len(new_tokens):
             self._penalties.commit(slot, new_tokens)
         if slot in self._uses["bad_words"]:
@@ -208,6 +213,10 @@ class SamplingState:
     def working_by_id(self) -> set[int]:
         """Request slots whose processing works on token ids: their scores must cover the whole vocabulary."""
         return set().union(*(self._uses[name] for name in _BY_ID))
+
+    def follows(self, request_slots: Seq[int]) -> bool:
+        """Whether the laws of a step need nothing of the tokens of the one before but their number."""
+        return (self._uses["penalty"] | self._uses["bad_words"]).isdisjoint(request_slots)
 
     def only_temperature(self, request_slot: int) -> bool:
         """Whether nothing but a temperature, 0 included, shapes the request's law."""

@@ -106,6 +106,11 @@ class Scheduler:
         heads = [next(iter(queue)).arrival for queue in (self._roster.preempted, self._roster.waiting) if queue]
         return max(0.0, (self._clock() if now is None else now) - min(heads)) if heads else 0.0
 
+    @property
+    def admits(self) -> bool:
+        """Whether somebody waits and a plan may let them in."""
+        return self.queue_depth > 0 and self.num_running < self._roster.max_running
+
     # Coming and going
 
     def add(self, *seqs: Sequence) -> None:
@@ -194,6 +199,17 @@ class Scheduler:
             self.tables.reserve(seq, seq.num_computed + n)
         copies = [(g, src, seq.block_tables[g][len(r.blocks[g])]) for seq, r in reuse.items() for g, src in enumerate(r.tail)]
         return Applied(tuple(copies), released)
+
+    def extend(self, seqs: Seq[Sequence]) -> bool:
+        """Room for the row that follows each sequence's step in flight, beyond what its plan reserved; False, changing nothing, where
+        there is not a block for everybody."""
+        size = self.config.block_size
+        short = [seq for seq in seqs if len(seq.block_tables[0]) * size <= len(seq.tokens)]
+        if any(pool.num_free < len(short) for pool in self.pools):
+            return False
+        for seq in short:
+            self.tables.reserve(seq, len(seq.tokens) + 1)
+        return True
 
     def _preempt(self, seq: Sequence) -> int:
         """Back to the queue, tokens kept, KV recomputed (or found in the prefix cache) later. Returns the vacated slot."""

@@ -11,6 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from specdec.sequence import Sequence
@@ -195,12 +197,17 @@ class Verdict:
     finish: Tensor  # [B] i64: 0 running, 1 stop token, 2 length, 3 (STUCK) no token is allowed
     rows: Tensor  # [B, D + 1] i64, row of `Forward.logits` that produced each committed token
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] | None = None
+    arriving: Callable[[], list[Any]] | None = None  # `decided` as lists, where a copy of it has been queued; waits for it
+
+    @property
+    def decided(self) -> tuple[Tensor, ...]:
+        """What the host has to know."""
+        return self.committed, self.num_committed, self.path, self.num_accepted, self.finish
 
     @cached_property
     def host(self) -> VerdictLists:
         """Copied to the host once, whoever asks."""
-        fields = (self.committed, self.num_committed, self.path, self.num_accepted, self.finish)
-        return VerdictLists(*(field.tolist() for field in fields))
+        return VerdictLists(*(self.arriving() if self.arriving is not None else [field.tolist() for field in self.decided]))
 
 
 @dataclass(slots=True)

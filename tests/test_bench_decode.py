@@ -25,22 +25,22 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
 
 
 def test_a_record_for_every_way_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiny(model: str, batch: int, accept: list[float], eager: bool) -> EngineConfig:
-        return config_of(checkpoint(), batch, accept, eager, "cpu").with_(load_format="auto", max_model_len=128)
+    def tiny(model: str, batch: int, accept: list[float], eager: bool, wait: bool = False) -> EngineConfig:
+        return config_of(checkpoint(), batch, accept, eager, "cpu", wait).with_(load_format="auto", max_model_len=128)
 
     for name, value in {"PROMPT": 40, "OUTPUT": 60, "config_of": tiny, "floor": lambda target: 1.0}.items():
         monkeypatch.setattr(decode, name, value)
     asked = [Asking(0.0), Asking(0.0625, ("silu",))]
-    found = list(decode.records("any", [1, 2], [], True, 4, asked))
+    found = list(decode.records("any", [1, 2], [], True, False, 4, asked))
     assert [(r["batch"], r["ahead_mb"], r["places"]) for r in found] == [(b, a.ahead, a.places) for b in (1, 2) for a in asked]
     assert all(r["pass_ms"] is None for r in found)  # nothing is recorded here
 
 
 def test_the_configs_are_whole() -> None:
-    assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8")
+    assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8", "smollm2-135m")
     for model in MODELS:
         found = find_checkpoint(directory(model))
-        assert found.config.vocab_size == 128256
+        assert found.config.vocab_size == (128256 if model.startswith("llama") else 49152)
         assert (found.quantization is not None) == model.endswith("fp8")
 
 

@@ -36,7 +36,7 @@ def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling:
     )
     committed, path_rows, path, num_committed, num_accepted, finish = new
     if batch:
-        fields = (t.to(device).contiguous() for t in (tree.tokens, tree.parents, tree.depth, tree.num_nodes))
+        fields = (t.contiguous() for t in rows.drafted)
         given = agrees is not None and not rows.root_only
         limits = sampling.length, sampling.min_total, sampling.max_total, sampling.end_ids
         _walk[(batch,)](

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.spec.tree import BIT_TABLE
+from specdec.transfer import send_all
 from specdec.types import Batch
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ class Beam:
         owner = np.repeat([seq.request_slot for seq in seqs], self.width)
         slots = runner.slots(np.tile(owner, len(passes)), cells.reshape(-1))
         self._slots = slots.view(len(passes), len(seqs), self.width)
-        self._bits = BIT_TABLE.to(device)[torch.from_numpy(np.minimum(nodes, 63)).to(device)]
-        self._positions = torch.from_numpy(newest[:, None] + 1 + passes + 0 * column).to(device)
+        words = BIT_TABLE.numpy()[np.minimum(nodes, 63)]
+        lengths = np.array([newest + 1, fed], dtype=np.int32)
+        self._bits, self._positions, sizes = send_all([words, newest[:, None] + 1 + passes + 0 * column, lengths], device)
+        self._context, self._fed = sizes.unbind()
         self._cu = torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device)
-        self._context = torch.from_numpy(newest + 1).to(device, torch.int32)
-        self._fed = torch.from_numpy(fed).to(device, torch.int32)
         self._tables = runner.table(seqs, int((newest + fed).max()))
         self._first = runner.first(seqs)
         self._none = torch.zeros(0, dtype=torch.int64, device=device)

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.budget import beam
 from specdec.spec.candidates import TINY, Race, TipRows, spine_first
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells, numbered
+from specdec.transfer import send
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ class Growth:
 
     def _load(self) -> None:
         """Per-sequence constants of the live sequences, on the device."""
-        slots = torch.tensor([self.slots[b] for b in self.live], dtype=torch.int64, device=self.device)
+        slots = send(np.array([self.slots[b] for b in self.live], dtype=np.int64), self.device)
         self.ends = self.sampling.end_ids[slots][:, None, :]
         self.base = self.rated.base(self.sampling.noisy[slots], self.width)[:, None]  # [B, 1, width]
         self.ranked = self._within([self.shares[b].budget.width for b in self.live], self.width)
@@ -97,7 +99,7 @@ class Growth:
         """[B, width] bool: column below the sequence's limit; None = everywhere."""
         if min(limits) >= width:
             return None
-        return torch.arange(width, device=self.device) < torch.tensor(limits, device=self.device)[:, None]
+        return torch.arange(width, device=self.device) < send(np.array(limits, dtype=np.int64), self.device)[:, None]
 
     def drafts(self) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         """The trees; and, where drafts were drawn, the law by (tree, node) of its children."""
@@ -128,7 +130,7 @@ class Growth:
             if self.by_id:
                 path = torch.cat((path.gather(1, self._rows(parents)[:, :, None].expand(-1, -1, depth - 1)), tokens[:, :, None]), dim=2)
             if len(stay) < len(self.live):
-                index = torch.tensor(stay, device=self.device)
+                index = send(np.array(stay, dtype=np.int64), self.device)
                 scores, parents, tokens, path = scores[index], parents[index], tokens[index], path[index]
                 self.live = [self.live[i] for i in stay]
                 self.stepper.keep(index)
@@ -204,7 +206,7 @@ def rerank(layers: list[Layer], roots: list[int], nodes: list[int]) -> list[Host
 
 def _spread(values: Tensor, live: list[int], batch: int) -> Tensor:
     """Rows of the sequences `live` among those of all, zeros elsewhere."""
-    return values.new_zeros((batch, values.shape[1])).index_copy_(0, torch.tensor(live, device=values.device), values)
+    return values.new_zeros((batch, values.shape[1])).index_copy_(0, send(np.array(live, dtype=np.int64), values.device), values)
 
 
 def assemble(layers: list[Layer], roots: list[int]) -> list[HostDraft]:

@@ -22,6 +22,7 @@ from specdec.cache.kv import Companion
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress
+from specdec.transfer import send, send_all
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class HeadRunner:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = forward.taps if whole else forward.taps[torch.tensor(rows, device=forward.taps.device)]
+        taps = forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)]
         if self._columns is not None:
             taps = taps[:, self._columns]
         jobs = []
@@ -234,7 +235,7 @@ class HeadRunner:
         for job in jobs:
             index += [*range(first, first + job.count), *[len(features)] * job.masks]
             first += job.count
-        return torch.cat((features, self.head.mask_feature[None]))[torch.tensor(index, device=features.device)]
+        return torch.cat((features, self.head.mask_feature[None]))[send(np.array(index, dtype=np.int64), features.device)]
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -252,33 +253,52 @@ class HeadRunner:
             cu.append(cu[-1] + lengths[-1])
         cells = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         owner = np.repeat([job.seq.request_slot for job in jobs], lengths)
-        seqs, device = [job.seq for job in jobs], self.head.device
-        rows = torch.tensor(last, dtype=torch.int64, device=device)
+        seqs = [job.seq for job in jobs]
+        columns: list[np.ndarray] = [
+            np.array([ids, cells, np.zeros_like(cells)], dtype=np.int64),
+            np.array([starts, np.zeros_like(starts), self._first(seqs)], dtype=np.int32),
+            np.array(cu, dtype=np.int32),
+            self._table(seqs, int(cells.max())),
+            self._slots(owner, cells),
+            np.array(last, dtype=np.int64),
+        ]
+        linear, sizes, ends, tables, slots, rows = send_all(columns, self.head.device)
+        input_ids, positions, words = linear.unbind()
+        ctx_lens, tree_len, first_key = sizes.unbind()
         batch = Batch(
-            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
-            positions=torch.from_numpy(cells).to(device),
-            cu_query=torch.tensor(cu, dtype=torch.int32, device=device),
-            ctx_lens=torch.tensor(starts, dtype=torch.int32, device=device),
-            tree_len=torch.zeros(len(jobs), dtype=torch.int32, device=device),
-            tree_mask=torch.zeros(len(ids), dtype=torch.int64, device=device),
-            block_tables=self.table(seqs, int(cells.max())),
-            slot_mapping=self.slots(owner, cells),
+            input_ids=input_ids,
+            positions=positions,
+            cu_query=ends,
+            ctx_lens=ctx_lens,
+            tree_len=tree_len,
+            tree_mask=words,
+            block_tables=tables,
+            slot_mapping=slots,
             logit_rows=rows,
-            first_key=self.first(seqs),
+            first_key=first_key,
         )
         return batch, rows
 
     def slots(self, request_slots: np.ndarray, cells: np.ndarray) -> Tensor:
         """[1, n] i64 flat slots of cells of the sequences in these request slots; cells below 0 are not written."""
+        return send(self._slots(request_slots, cells), self.head.device)
+
+    def _slots(self, request_slots: np.ndarray, cells: np.ndarray) -> np.ndarray:
         block, offset = np.divmod(cells, self._size)
         flat = self._tables[request_slots, block].astype(np.int64) * self._size + offset
-        return torch.from_numpy(np.where(cells < 0, -1, flat).reshape(1, -1)).to(self.head.device)
+        return np.where(cells < 0, -1, flat).reshape(1, -1)
 
     def table(self, seqs: list[Sequence], last_cell: int) -> Tensor:
         """[1, B, M] i32 block tables of the sequences, up to the block of `last_cell`."""
+        return send(self._table(seqs, last_cell), self.head.device)
+
+    def _table(self, seqs: list[Sequence], last_cell: int) -> np.ndarray:
         rows = self._tables[[seq.request_slot for seq in seqs], : last_cell // self._size + 1]
-        return torch.from_numpy(np.ascontiguousarray(rows)[None]).to(self.head.device)
+        return np.ascontiguousarray(rows)[None]
 
     def first(self, seqs: list[Sequence]) -> Tensor:
         """[B] i32, the first key that draft rows of each sequence see."""
-        return torch.tensor([self._progress[seq].first for seq in seqs], dtype=torch.int32, device=self.head.device)
+        return send(self._first(seqs), self.head.device)
+
+    def _first(self, seqs: list[Sequence]) -> np.ndarray:
+        return np.array([self._progress[seq].first for seq in seqs], dtype=np.int32)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,8 +65,11 @@ class Verifier:
     ) -> Verdict:
         """Verdict over the B trees of `shares`. logits [R, V] f32, one row per node; token_mask [R, V] bool, True = allowed."""
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
-        if self.mode == "coupled" and token_mask is None and self._only_drawn(shares, sampling):
-            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *sampling.noise(rows), rng.TARGET)
+        if self.mode == "coupled" and token_mask is None and self._only_temperature(shares, sampling):
+            keys: tuple[Tensor, Tensor, Tensor, Tensor | None] = (rows.slot, rows.slot, rows.slot, None)  # that nobody reads
+            if sampling.samples(rows.request_slots):
+                keys = sampling.noise(rows)
+            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *keys, rng.TARGET)
             return Verdict(*ops.tree_walk(following, None, rows, sampling))
         scores = sampling.process(logits, rows, token_mask)
         stuck = sampling.stuck(scores, rows, token_mask)
@@ -86,11 +88,10 @@ class Verifier:
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
 
     @staticmethod
-    def _only_drawn(shares: Seq[Scheduled], sampling: SamplingState) -> bool:
-        """Whether tokens are drawn, from laws that temperatures alone shape, and nobody asks how likely they were."""
-        slots = [share.seq.request_slot for share in shares]
+    def _only_temperature(shares: Seq[Scheduled], sampling: SamplingState) -> bool:
+        """Whether temperatures alone, 0 included, shape the laws, and nobody asks how likely tokens were."""
         silent = all(share.seq.params.logprobs is None for share in shares)
-        return silent and sampling.samples(slots) and all(map(sampling.only_temperature, slots))
+        return silent and all(sampling.only_temperature(share.seq.request_slot) for share in shares)
 
     def _forced(self, rows: RowInfo, sampling: SamplingState) -> Tensor:
         """[R] bool: first children (the best path) accepted at the configured rates, given that their parent is."""
@@ -122,6 +123,6 @@ def cut(verdict: Verdict, stuck: Tensor) -> Verdict:
 def choose(scores: Tensor, rows: RowInfo, sampling: SamplingState) -> Tensor:
     """[R] i64: the target's own token after every node, ties to the lowest id. scores [R, V] f32."""
     if not sampling.samples(rows.request_slots):  # nobody's noise is read, so nobody's key is looked up
-        unused, silent = (torch.from_numpy(np.zeros(rows.num_rows, kind)).to(rows.device) for kind in (np.int64, np.bool_))
+        unused, silent = (torch.zeros(rows.num_rows, dtype=kind, device=rows.device) for kind in (torch.int64, torch.bool))
         return ops.gumbel_argmax(scores, unused, unused, unused, silent, rng.TARGET)
     return ops.gumbel_argmax(scores, *sampling.noise(rows), rng.TARGET)

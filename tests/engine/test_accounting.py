@@ -152,19 +152,18 @@ def test_narrowed_per_request(override: dict[str, int], nodes: int, depth: int) 
 def test_every_tree_keeps_the_contract(shape: str) -> None:
     """What drafters hand over are trees: parents first, siblings distinct, ids in the vocabulary, within the budget."""
     target = engine(SHAPES[shape], oracle=oracle_of(known()), deterministic=True)
-    propose, trees = target._propose, []
+    launch, trees = target.launcher.launch, []
 
-    def checked(plan: Any) -> Any:
-        tree = propose(plan)
+    def checked(plan: Any, tree: Any, *rest: Any) -> Any:
         check_tree(tree, vocab_size=VOCAB)
         shares = [s for s in plan.scheduled if s.samples]
         for share, count, depth in zip(shares, tree.num_nodes.tolist(), tree.depth.tolist(), strict=True):
             assert count <= share.budget.nodes and max(depth[:count]) <= share.budget.depth
             assert max(depth[:count]) <= max(0, share.seq.remaining - 1)
         trees.append(tree)
-        return tree
+        return launch(plan, tree, *rest)
 
-    target._propose = checked  # type: ignore[method-assign]
+    target.launcher.launch = checked  # type: ignore[method-assign]
     run(target, requests())
     assert any(int(tree.num_nodes.max()) > 1 for tree in trees)
 

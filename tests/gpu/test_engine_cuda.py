@@ -60,3 +60,26 @@ def test_heads_on_the_card_change_no_token(method: str, eager: bool) -> None:
     assert log.drafted > 0
     for name in REQUESTS:
         assert on[name].outputs[0].token_ids == off[name].outputs[0].token_ids, name
+
+
+@pytest.mark.parametrize("kind", ["t0", "two_groups"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_the_host_one_step_behind(kind: str, eager: bool) -> None:
+    """The same tokens as with the host in step, and most steps are begun before the verdict of the one before is read."""
+    options = {"kind": kind, "device": "cuda", "dtype": "float32", "deterministic": True, "kv_cache_bytes": 1 << 26, "enforce_eager": eager}
+    requests = REQUESTS | {f"{name} again": REQUESTS[name] for name in ("greedy", "sampled")}
+    waits, behind = engine(overlap=False, **options), engine(**options)
+    assert behind.overlap
+    found, follow, followed = run(waits, requests), behind.launcher.follow, []
+
+    def counted(flight: object) -> object:
+        followed.append(follow(flight))
+        return followed[-1]
+
+    behind.launcher.follow = counted
+    other = run(behind, requests)
+    other |= {"alone": run(behind, {"alone": REQUESTS["sampled"]})["alone"]}
+    assert any(flight is not None for flight in followed)
+    for name in requests:
+        assert other[name].outputs[0].token_ids == found[name].outputs[0].token_ids, name
+    assert other["alone"].outputs[0].token_ids == found["sampled"].outputs[0].token_ids

@@ -67,7 +67,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.runner = SimpleNamespace(device="cpu", model=SimpleNamespace(dtype="torch.float32"))
         self.kv = SimpleNamespace(dtype="torch.bfloat16")
-        self.heads = self.policy = None
+        self.heads = None
         self.observers: list[Callable[[StepStats], None]] = []
         self.step_seconds = step_seconds
         self.gate = gate

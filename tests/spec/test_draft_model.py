@@ -64,6 +64,7 @@ class Rig:
 
     def commit(self, seq: Sequence, new: list[int], accepted: int) -> None:
         seq.append(new, accepted)
+        self.sampling.advance([seq.request_slot], torch.tensor([len(new)]))
         self.sampling.commit(seq, new)
 
     def logits(self, tokens: list[int]) -> torch.Tensor:

@@ -112,6 +112,7 @@ def test_every_node_is_processed_with_its_own_history(
         sampling.add(seq, bad)
         for token in output:
             seq.append([token], 0)
+            sampling.advance([slot], torch.ones(1, dtype=torch.int64))
             sampling.commit(seq, [token])
         slots.append(slot)
         trees.append((tokens, parents, None))
@@ -173,6 +174,7 @@ def test_adding_after_preemption_equals_committing_step_by_step() -> None:
     grown.add(seq, bad)
     for run in ([3], [4, 5], [4, 4, 5]):
         seq.append(run, 0)
+        grown.advance([0], torch.tensor([len(run)]))
         grown.commit(seq, run)
     resumed.add(seq, bad)
     rows = RowInfo(tree_from_lists([([5, 6, 1], [-1, 0, 1], None)]), [0], CPU)

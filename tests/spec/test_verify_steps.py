@@ -93,6 +93,7 @@ def _chi_square_of_three_tokens(mode: str, *, fresh: bool) -> float:
         trees = [([s.tokens[-1], *own], [-1, 0, 1], None) for s, own in zip(live, drafts.tolist(), strict=True)]
         shares = tuple(Scheduled(s, 1, True) for s in live)
         verdict = verifier.verify(replace(tree_from_lists(trees), log_q=laws), logits, shares, sampling)
+        sampling.advance([s.request_slot for s in live], verdict.num_committed)
         runs, counts = verdict.committed.tolist(), verdict.num_committed.tolist()
         for b, seq in enumerate(live):
             seq.append(runs[b][: counts[b]], 0)

@@ -58,6 +58,7 @@ def toy_step(
     shares = tuple(Scheduled(seq, 1, True) for seq in seqs)
     verdict = verifier.verify(tree_from_lists(drafts), logits, shares, sampling, token_mask)
     assert torch.equal(logits, before), "verification must not write to the logits"
+    sampling.advance([seq.request_slot for seq in seqs], verdict.num_committed)
     for b, seq in enumerate(seqs):
         new = verdict.committed[b, : int(verdict.num_committed[b])].tolist()
         seq.append(new, int(verdict.num_accepted[b]))
