@@ -1,14 +1,12 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
-    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--wait] [--ahead 0 16 32]
+    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--wait]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
 unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs, `--wait` without the host one
 step behind. Beside the step its parts as the host sees them, the recorded pass alone, replayed back to back (`pass_ms`), and the time
-that the weights take at the rate of a plain read, which no step can be faster than. `--ahead`: megabytes of weights that small ops may
-have asked for and that have not been read (`specdec/layers/read_ahead.py`), 0 = they ask for none. `--places`: which ops ask. `--chunk`:
-bytes a thread asks for at a time, 128 by the instruction that asks for a line. Appends to `bench/results/decode.jsonl`.
+that the weights take at the rate of a plain read, which no step can be faster than. Appends to `bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,30 +25,11 @@ from bench.schema import ROOT, append, environment
 from specdec.boot import build_engine, load_target
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.layers.read_ahead import PLACES, WINDOW, read_ahead
 from specdec.models.load import LoadedModel
 
 MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").glob("*/config.json")))
 PROMPT, OUTPUT, WARM = 512, 256, 12  # tokens, tokens, steps before the clock starts
 REPLAYS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """How small ops read ahead: megabytes, the ops that do, bytes at a time (None = as shipped)."""
-
-    ahead: float = WINDOW / (1 << 20)
-    places: tuple[str, ...] = tuple(sorted(PLACES))
-    chunk: int | None = None
-
-    def apply(self, target: LoadedModel) -> None:
-        """For engines built from here on: passes that have been recorded stay as they are."""
-        model = target.model
-        read_ahead(model.layers, model.norm, model.lm_head, int(self.ahead * (1 << 20)) // 16 * 16, self.places)
-        if self.chunk is not None:
-            from specdec.kernels import triton_read_ahead
-
-            triton_read_ahead.CHUNK = self.chunk
 
 
 def directory(model: str) -> str:
@@ -144,17 +121,13 @@ def floor(target: LoadedModel) -> float:
     return sum(method.nbytes for method in methods) / (1 << 30) * gigabyte
 
 
-def records(
-    model: str, batches: list[int], accept: list[float], steps: int, askings: Sequence[Asking], **how: bool
-) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences and way to ask. model: a name in MODELS. how: eager, wait."""
+def records(model: str, batches: list[int], accept: list[float], steps: int, **how: bool) -> Iterator[dict[str, Any]]:
+    """One for each number of sequences . model: a name in MODELS. how: eager, wait."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least = round(floor(target), 3)
-    for batch, asking in product(batches, askings):
-        asking.apply(target)
+    for batch in batches:
         engine = decoding(config_of(directory(model), batch, accept, **how), target)
-        asked = {"ahead_mb": asking.ahead, "places": asking.places, "chunk": asking.chunk}
-        case = {"bench": "decode", "model": model, "accept": accept, **how, "floor_ms": least, **asked}
+        case = {"bench": "decode", "model": model, "accept": accept, **how, "floor_ms": least}
         yield case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
         engine.close()
         del engine
@@ -172,18 +145,13 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--ahead", type=float, nargs="+", default=[Asking().ahead], help="megabytes asked for ahead; 0 = off")
-    parser.add_argument("--places", nargs="+", choices=("norm", "rope", "merge", "silu"), default=sorted(PLACES))
-    parser.add_argument("--chunk", type=int, nargs="+", default=[None], help="bytes a thread asks for at a time")
     args = parser.parse_args()
-    askings = [Asking(ahead, tuple(args.places), chunk) for ahead in args.ahead for chunk in (args.chunk if ahead else args.chunk[:1])]
     for model in args.model:
-        for record in records(model, args.batch, args.accept, args.steps, askings, eager=args.eager, wait=args.wait):
+        for record in records(model, args.batch, args.accept, args.steps, eager=args.eager, wait=args.wait):
             append("decode", environment() | record)
             how = ("eager" if args.eager else "graphs") + (" wait" if args.wait else "")
             line = f"{model:20} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
-            asking = f"pass {record['pass_ms']}, ahead {record['ahead_mb']:g} {'+'.join(record['places'])} {record['chunk'] or ''}"
-            print(line, asking, record["host_ms"], record["tokens_a_step"], flush=True)
+            print(line, f"pass {record['pass_ms']}", record["host_ms"], record["tokens_a_step"], flush=True)
 
 
 if __name__ == "__main__":

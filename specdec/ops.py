@@ -3,7 +3,6 @@
 Every op has a PyTorch reference and may have faster backends (`specdec/kernels/<op>/`). Preference: cpu > reference on the
 CPU, triton > reference on CUDA. `explain()` prints the choice, `override()` and `deterministic()` narrow it for a
 block of code. Letters: T rows, H hidden, I intermediate, hd head size, nh / nkv query / KV heads, NB blocks of bs slots.
-`ahead`: weights to ask for while the op runs, which no result depends on (`kernels/read_ahead.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.moe_experts.weight import Experts, storage, streamed
-from specdec.kernels.read_ahead import Ahead, hint
 from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_build.reference import BuiltTree
@@ -113,38 +111,30 @@ def compiled() -> bool:
     return WHY_NOT is None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Ahead = ()) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T,H], weight [H] -> [T,H]."""
-    return _RMS_NORM(x, weight, eps, **hint(x, ahead))
+    return _RMS_NORM(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Ahead = ()) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, residual [T,H], weight [H] -> (norm of the sum, the sum), both [T,H]. Inputs are not changed."""
-    return _ADD_RMS_NORM(x, residual, weight, eps, **hint(x, ahead))
+    return _ADD_RMS_NORM(x, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, ahead: Ahead = ()) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T,2I], gate first -> silu(gate) * up [T,I]."""
-    return _SILU_MUL(gate_up, **hint(gate_up, ahead))
+    return _SILU_MUL(gate_up)
 
 
 def rope_write_kv(
-    qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, kv_scales: Scales = UNSCALED
 ) -> Tensor:
     """Half-split RoPE on q and k, k and v into the cache. Returns q [T,nh,hd].
 
     qkv [T,(nh+2*nkv)*hd], positions [T] i64 < P, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 flat
     (block * bs + offset), -1 = no write; other slots distinct. kv_scales: of FP8 caches (`kernels/kv_fp8.py`).
     """
-    return _ROPE_WRITE_KV(qkv, positions, cos, sin, k_cache, v_cache, slots, **scaled(k_cache, kv_scales), **hint(qkv, ahead))
+    return _ROPE_WRITE_KV(qkv, positions, cos, sin, k_cache, v_cache, slots, **scaled(k_cache, kv_scales))
 
 
 def tree_attention(
@@ -163,7 +153,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
 ) -> Tensor:
     """Paged attention for causal and tree rows (`specdec.types.Batch`). Returns [T, nh*hd]; rows past cu_query[B] are 0.
 
@@ -173,7 +162,7 @@ def tree_attention(
     FP8 caches (`kernels/kv_fp8.py`).
     """
     rows = cu_query, ctx_lens, tree_len, tree_mask, positions
-    options = {"scale": scale, "window": window, "sinks": sinks, "first": first, **scaled(k_cache, kv_scales), **hint(q, ahead)}
+    options = {"scale": scale, "window": window, "sinks": sinks, "first": first, **scaled(k_cache, kv_scales)}
     return _TREE_ATTENTION(q, k_cache, v_cache, block_table, *rows, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import decode
-from bench.decode import MODELS, Asking, config_of, decoding, directory, measure
+from bench.decode import MODELS, config_of, decoding, directory, measure
 from bench.profile.step import Span, busy, by_time
 from specdec.boot import load_target
 from specdec.config import EngineConfig
@@ -24,15 +24,14 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
     assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
 
 
-def test_a_record_for_every_way_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def tiny(model: str, batch: int, accept: list[float], eager: bool, wait: bool) -> EngineConfig:
         return config_of(checkpoint(), batch, accept, eager, wait, "cpu").with_(load_format="auto", max_model_len=128)
 
     for name, value in {"PROMPT": 40, "OUTPUT": 60, "config_of": tiny, "floor": lambda target: 1.0}.items():
         monkeypatch.setattr(decode, name, value)
-    asked = [Asking(0.0), Asking(0.0625, ("silu",))]
-    found = list(decode.records("any", [1, 2], [], 4, asked, eager=True, wait=False))
-    assert [(r["batch"], r["ahead_mb"], r["places"]) for r in found] == [(b, a.ahead, a.places) for b in (1, 2) for a in asked]
+    found = list(decode.records("any", [1, 2], [], 4, eager=True, wait=False))
+    assert [r["batch"] for r in found] == [1, 2]
     assert all(r["pass_ms"] is None for r in found)  # nothing is recorded here
 
 

@@ -7,14 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.read_ahead import Ahead
 from specdec.kernels.triton_common import row_tile
-from specdec.kernels.triton_read_ahead import asked, send_for
 
 _WIDEST = 16384
 
 
-def rejects(x: Tensor, *others: Tensor | float, ahead: Ahead = ()) -> str | None:
+def rejects(x: Tensor, *others: Tensor | float) -> str | None:
     """Why this kernel cannot run the call, or None."""
     if x.shape[1] > _WIDEST:
         return f"rows of {x.shape[1]}; it takes up to {_WIDEST}"
@@ -26,43 +24,33 @@ def rejects(x: Tensor, *others: Tensor | float, ahead: Ahead = ()) -> str | None
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Ahead = ()) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Shapes in `specdec.ops.rms_norm`."""
     out = torch.empty_like(x)
-    _launch(x, x, weight, out, out, eps, False, ahead)
+    _launch(x, x, weight, out, out, eps, False)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Ahead = ()) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Shapes in `specdec.ops.add_rms_norm`."""
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, out, total, eps, True, ahead)
+    _launch(x, residual, weight, out, total, eps, True)
     return out, total
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool, ahead: Ahead) -> None:
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool) -> None:
     """The tile depends on the width alone, so that a row's bits do not depend on the number of rows."""
     rows, width = x.shape
     tile, columns = row_tile(width)
     if rows and width:
-        more, ahead_of = asked(ahead, x.device)
-        grid = (triton.cdiv(rows, tile) + more,)
+        grid = (triton.cdiv(rows, tile),)
         warps = max(4, min(16, columns // 1024))
-        shape = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns, "ADD": add}
-        _norm[grid](x, residual, weight, out, total, rows, eps, ahead_of, **shape, num_warps=warps)
+        _norm[grid](x, residual, weight, out, total, rows, eps, WIDTH=width, ROWS=tile, COLUMNS=columns, ADD=add, num_warps=warps)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm(
-    x, residual, weight, out, total, rows, eps, ahead,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+def _norm(x, residual, weight, out, total, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr):
     """Rounds where the reference rounds: after the sum, after the scaling, after the weight."""
-    if ahead is not None:
-        own = tl.cdiv(rows, ROWS)
-        if tl.program_id(0) >= own:
-            send_for(ahead, tl.program_id(0) - own, tl.num_programs(0) - own)
-            return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)

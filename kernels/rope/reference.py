@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, encode, raw
-from specdec.kernels.read_ahead import Ahead
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -25,7 +24,6 @@ def rope_write_kv(
     v_cache: Tensor,
     slots: Tensor,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
 ) -> Tensor:
     """qkv [T,(nh+2*nkv)*hd], positions [T] i64, cos and sin [P,hd/2] f32, caches [NB,bs,nkv,hd], slots [T] i64 -> q [T,nh,hd].
 

@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, inverse
-from specdec.kernels.read_ahead import Ahead
 from specdec.kernels.triton_fp8 import handed, to_cache
-from specdec.kernels.triton_read_ahead import asked, send_for_row
 
 _HEADS = 16  # heads a program takes
 
@@ -24,15 +22,7 @@ def rejects(
 
 
 def rope_write_kv(
-    qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, kv_scales: Scales = UNSCALED
 ) -> Tensor:
     """Shapes in `specdec.ops.rope_write_kv`."""
     tokens = qkv.shape[0]
@@ -40,10 +30,9 @@ def rope_write_kv(
     heads = qkv.shape[1] // hd
     q = qkv.new_empty(tokens, heads - 2 * kv_heads, hd)
     if tokens:
-        more, ahead_of = asked(ahead, qkv.device, tokens)
-        grid = (tokens, triton.cdiv(heads, _HEADS) + more)
+        grid = (tokens, triton.cdiv(heads, _HEADS))
         _rope[grid](
-            qkv, positions, cos, sin, handed(k_cache), handed(v_cache), slots, q, inverse(kv_scales[0]), inverse(kv_scales[1]), ahead_of,
+            qkv, positions, cos, sin, handed(k_cache), handed(v_cache), slots, q, inverse(kv_scales[0]), inverse(kv_scales[1]),
             HEADS=heads, KV=kv_heads, HALF=hd // 2, COLUMNS=triton.next_power_of_2(hd // 2), TILE=_HEADS,
         )  # fmt: skip
     return q
@@ -51,14 +40,10 @@ def rope_write_kv(
 
 @triton.jit
 def _rope(
-    qkv, positions, cos, sin, k_cache, v_cache, slots, q, k_inverse, v_inverse, ahead,
+    qkv, positions, cos, sin, k_cache, v_cache, slots, q, k_inverse, v_inverse,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, head tiles, then those that read ahead). Heads in the projection's order: q, k, v."""
-    if ahead is not None:  # noqa: SIM102 - known to the compiler, what follows is not
-        if tl.program_id(1) >= tl.cdiv(HEADS, TILE):
-            send_for_row(ahead, tl.cdiv(HEADS, TILE))
-            return
+    """Grid (tokens, head tiles). Heads in the projection's order: q, k, v."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]

@@ -7,35 +7,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.read_ahead import Ahead
-from specdec.kernels.triton_read_ahead import asked, send_for_row
-
 _TILE = 1024
 
 
-def rejects(gate_up: Tensor, ahead: Ahead = ()) -> str | None:
+def rejects(gate_up: Tensor) -> str | None:
     """Why this kernel cannot run the call, or None."""
     usable = gate_up.is_contiguous() and gate_up.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return None if usable else "the tensor must be dense, of float32, float16 or bfloat16"
 
 
-def silu_mul(gate_up: Tensor, ahead: Ahead = ()) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Shapes in `specdec.ops.silu_mul`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
     if out.numel():
-        more, ahead_of = asked(ahead, gate_up.device, rows)
-        _silu_mul[(rows, triton.cdiv(inner, _TILE) + more)](gate_up, out, ahead_of, INNER=inner, TILE=_TILE)
+        _silu_mul[(rows, triton.cdiv(inner, _TILE))](gate_up, out, INNER=inner, TILE=_TILE)
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, ahead, INNER: tl.constexpr, TILE: tl.constexpr):
-    """Grid (rows, column tiles, then those that read ahead)."""
-    if ahead is not None:  # noqa: SIM102 - known to the compiler, what follows is not
-        if tl.program_id(1) >= tl.cdiv(INNER, TILE):
-            send_for_row(ahead, tl.cdiv(INNER, TILE))
-            return
+def _silu_mul(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
+    """Grid (rows, column tiles)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INNER

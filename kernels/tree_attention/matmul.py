@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, gather
-from specdec.kernels.read_ahead import Ahead
 
 
 def tree_attention(
@@ -25,7 +24,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. One masked softmax per sequence over its keys in slot order."""
     out = torch.zeros_like(q)

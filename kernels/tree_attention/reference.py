@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, gather
-from specdec.kernels.read_ahead import Ahead
 
 TILE = 64
 
@@ -33,7 +32,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`. Logical keys in fixed tiles of 64 from 0, merged in order.
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
-from specdec.kernels.read_ahead import Ahead
 from specdec.kernels.tree_attention import tiling, triton_parts
 from specdec.kernels.tree_attention.triton_parts import (
     LOG2E,
@@ -39,7 +38,6 @@ from specdec.kernels.tree_attention.triton_parts import (
 )  # fmt: skip
 from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_fp8 import from_cache, handed
-from specdec.kernels.triton_read_ahead import asked, send_for
 
 __all__ = ["rejects", "tree_attention"]
 
@@ -67,7 +65,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
     splits: int | None = None,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`; T may exceed the rows in use. splits: None = chosen; tests force it."""
@@ -97,9 +94,8 @@ def tree_attention(
     if splits > 1:
         chunk, pairs = tiling.power_of_two(splits), rows * heads
         part = max(1, MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
-        more, ahead_of = asked(ahead, q.device)
-        _merge_few[(triton.cdiv(pairs, part) + more,)](
-            out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1], ahead_of,
+        _merge_few[(triton.cdiv(pairs, part),)](
+            out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
             HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None, EARLY=cut.early, launch_pdl=cut.early,
         )  # fmt: skip
     return out
@@ -306,7 +302,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["pairs", "sequences", "splits"])
 def _merge_few(
-    out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale, ahead,
+    out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
     HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -314,11 +310,6 @@ def _merge_few(
 
     All loads are asked for at once, what no split wrote included: its weight is 0.
     """
-    if ahead is not None:
-        own = tl.cdiv(pairs, PART)
-        if tl.program_id(0) >= own:
-            send_for(ahead, tl.program_id(0) - own, tl.num_programs(0) - own)
-            return
     pair = tl.program_id(0) * PART + tl.arange(0, PART)
     split, column = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(HD))
     at = split[:, None] * pairs + pair[None, :]

@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
-from specdec.kernels.read_ahead import Ahead
 from specdec.kernels.tree_attention import tiling
 from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, card, load_cache, load_query, locate, merge, rejects, workspace
 from specdec.kernels.triton_common import dot
@@ -52,7 +51,6 @@ def tree_attention(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
-    ahead: Ahead = (),
     room: int = _WORKSPACE,
 ) -> Tensor:
     """Shapes in `specdec.ops.tree_attention`; T may exceed the rows in use. room: numbers of the workspace; tests make it small."""

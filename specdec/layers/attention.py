@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.kernels.kv_fp8 import UNSCALED, Scales
-from specdec.kernels.read_ahead import Ahead
 from specdec.layers.linear import Linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
@@ -36,7 +35,6 @@ class Attention:
     head_norms: norms [hd] of every query head and of every key head, before RoPE. sinks [nh]: a logit per query head that takes
     part in the softmax and has no value.
     kv_scales: of K and of V in an FP8 cache.
-    ahead, ahead_late: weights to ask for (`layers/read_ahead.py`) while K and V are written, and while the parts of attention are merged.
     """
 
     qkv: Linear
@@ -47,8 +45,6 @@ class Attention:
     head_norms: tuple[RMSNorm, RMSNorm] | None = None
     sinks: Tensor | None = None
     kv_scales: Scales = UNSCALED
-    ahead: Ahead = ()
-    ahead_late: Ahead = ()
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
@@ -57,8 +53,7 @@ class Attention:
         """
         k_cache, v_cache = caches
         qkv = self.qkv(x) if self.head_norms is None else self._normalised(self.qkv(x), *self.head_norms)
-        angles = self.rotary.cos, self.rotary.sin
-        q = ops.rope_write_kv(qkv, batch.positions, *angles, k_cache, v_cache, slots, self.kv_scales, self.ahead)
+        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots, self.kv_scales)
         mixed = ops.tree_attention(
             q,
             k_cache,
@@ -74,7 +69,6 @@ class Attention:
             sinks=self.sinks,
             first=batch.first_key,
             kv_scales=self.kv_scales,
-            ahead=self.ahead_late,
         )
         return self.out(mixed)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec import ops
-from specdec.kernels.read_ahead import Ahead
 from specdec.layers.attention import Attention, KVStore
 from specdec.layers.linear import Linear
 from specdec.layers.moe import MoE
@@ -18,14 +17,13 @@ from specdec.types import Batch
 
 @dataclass(slots=True)
 class Layer:
-    """Pre-norm attention and SwiGLU blocks around one residual stream. ahead: weights to ask for before `down` (`layers/read_ahead.py`)."""
+    """Pre-norm attention and SwiGLU blocks around one residual stream."""
 
     input_norm: RMSNorm
     attention: Attention
     post_norm: RMSNorm
     gate_up: Linear  # [H] -> [2 I], gate first
     down: Linear  # [I] -> [H]
-    ahead: Ahead = ()
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -34,7 +32,7 @@ class Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down(ops.silu_mul(self.gate_up(x), self.ahead))
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 @dataclass(slots=True)

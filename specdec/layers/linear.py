@@ -16,7 +16,6 @@ from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
-from specdec.kernels.read_ahead import as_bytes
 from specdec.quant.fp8 import Fp8Linear, by_columns, stack_fp8
 from specdec.quant.ggml import GgmlBlocks
 from specdec.quant.int4 import Int4Linear, as_q4_0, is_symmetric, offsets, stack_int4
@@ -54,10 +53,6 @@ class Linear:
         if self.bias is not None:
             y = y + self.bias
         return y if self.out_dtype is None else y.to(self.out_dtype)
-
-    def storage(self) -> Tensor | None:
-        """The bytes that a product of few rows reads, in their order, or None where they do not lie in one piece."""
-        return as_bytes(self.method.storage) if isinstance(self.method, Dense | Fp8Linear | Int4Linear) else None
 
     def dequantize(self) -> Tensor:
         """The weight, float32 [N,K]."""

@@ -5,21 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec import ops
-from specdec.kernels.read_ahead import Ahead
 
 
 class RMSNorm:
-    """y = weight · x / √(mean(x²) + eps), statistics in float32. weight: [H]. ahead: weights to ask for meanwhile (`layers/read_ahead`)."""
+    """y = weight · x / √(mean(x²) + eps), statistics in float32. weight: [H]."""
 
     def __init__(self, weight: Tensor, eps: float):
         self.weight = weight
         self.eps = eps
-        self.ahead: Ahead = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return ops.rms_norm(x, self.weight, self.eps, self.ahead)
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), both [T, H]."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.ahead)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -13,7 +13,6 @@ from specdec.layers.attention import KVStore
 from specdec.layers.decoder import DecoderStack, Layer, MoELayer
 from specdec.layers.embedding import make_embedding
 from specdec.layers.norm import RMSNorm
-from specdec.layers.read_ahead import read_ahead
 from specdec.layers.rotary import Rotary
 from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
@@ -53,7 +52,6 @@ class LlamaModel:
         linears = [linear for layer in layers for linear in layer.linears]
         gather(dict.fromkeys([*(linear.method for linear in linears), self.lm_head.method, self.embedding.method]))
         self.stack = DecoderStack(layers, build.norm("model.norm"))
-        read_ahead(layers, self.norm, self.lm_head)
         check_all_used(weights, build.used, tied=config.tied)
 
     def forward(self, batch: Batch, kv: KVStore, *, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:

@@ -36,11 +36,6 @@ class Fp8Linear:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    @property
-    def storage(self) -> Tensor:
-        """What holds the numbers."""
-        return self.weight.data if isinstance(self.weight, Fp8Weight) else self.weight.words
-
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the activation dtype -> [M,N]."""
         if not self.act_fp8 or isinstance(self.weight, Fp8Fragments):

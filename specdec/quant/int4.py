@@ -25,11 +25,6 @@ class Int4Linear:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    @property
-    def storage(self) -> Tensor:
-        """What holds the numbers."""
-        return self.weight.data
-
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the activation dtype -> [M,N]."""
         return ops.int4_linear(x, self.weight)

@@ -21,11 +21,6 @@ class Dense:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    @property
-    def storage(self) -> Tensor:
-        """What holds the numbers."""
-        return self.weight
-
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the weight's dtype -> [M,N]."""
         if not self.fixed_order:

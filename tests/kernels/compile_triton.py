@@ -116,17 +116,6 @@ def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
         yield (torch.zeros(rows, 128256), torch.ones(rows), *keys, noisy, 0), lse
 
 
-def asking_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """(op, arguments) of the ops that read ahead, each one kernel in the end."""
-    ahead = {"ahead": (torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 12, dtype=torch.uint8))}
-    for op, args in small_calls():
-        if op in ("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv"):
-            yield op, args, ahead
-    batch = attention_batch([Rows(500)], 32, 8, 128, 16)
-    batch |= {name: batch[name].bfloat16() for name in ("q", "k_cache", "v_cache")}
-    yield "tree_attention", tuple(batch.values()), {"scale": 0.125, "splits": 6} | ahead
-
-
 def moe_calls() -> Iterator[tuple[Any, ...]]:
     """Arguments of moe_experts: every storage, few rows and many, the shapes of Qwen3-30B-A3B; MXFP4 with biases and cut, as GPT-OSS."""
     for kind, tokens, dtype in (
@@ -159,10 +148,6 @@ if __name__ == "__main__":
         BACKENDS["tree_attention"].fn(*args, **kwargs)
     for op, args in small_calls():
         BACKENDS[op].fn(*args)
-    for op, args, options in asking_calls():
-        BACKENDS[op].fn(*args, **options)
-        asks = "cp.async.bulk.prefetch.L2.global" in found[-1][1].asm["ptx"]
-        assert asks == (int(sys.argv[1]) >= 90), f"{found[-1][0]}: asks for weights: {asks}"
     for args, lse in verify_calls():
         BACKENDS["coupled_verify"].fn(*args, lse=lse)
     for args in moe_calls():
