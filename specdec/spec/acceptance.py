@@ -7,9 +7,9 @@ sequence's share of a step of plain decoding, so a draft that costs a quarter of
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Sequence as Seq
+
+from specdec.spec.median import Median
 
 BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
 MAX_DEPTH = 16  # deeper positions share the last rate
@@ -169,24 +169,26 @@ class DrafterRecord:
         self.rates = rates or DepthRates(None, weight=4.0)
         self.value = Value(None, weight=2.0, prior=promise)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
-        self._recent: deque[float] = deque(maxlen=15)
+        self._recent = Median(15)
 
     def took(self, seconds: float) -> None:
         """One measurement of propose(), per sequence and depth."""
-        self._recent.append(seconds)
-        self.seconds_per_depth = statistics.median(self._recent)
+        self.seconds_per_depth = self._recent.add(seconds)
 
 
 class SequenceRecord:
     """Statistics of one drafter on one sequence, and its back-off.
 
     idle: steps since the last draft that was verified. interval: idle steps until the next probe.
-    asked: steps in which it was asked to draft.
+    asked: steps in which it was asked to draft. rest: steps in which it need not be looked at, since no depth of it paid when it was
+    last; each time twice as many as the last time, up to `REST`, until a draft is verified again. So what has hardly changed is not
+    computed in every step, and what has is seen `REST` steps later at most.
     """
 
     FIRST, LATER, LONGEST = 4, 40, 1280  # probe intervals in steps
+    REST = 16
 
-    __slots__ = ("asked", "idle", "interval", "rates", "reliability", "value")
+    __slots__ = ("_pause", "asked", "idle", "interval", "rates", "reliability", "rest", "value")
 
     def __init__(self, drafter: DrafterRecord):
         self.reliability = Reliability(drafter.reliability, weight=1.5, horizon=12.0)
@@ -195,13 +197,23 @@ class SequenceRecord:
         self.idle = 0
         self.interval = self.FIRST
         self.asked = 0
+        self.rest, self._pause = 0, 1
+
+    def step(self) -> None:
+        """A step begins."""
+        self.idle += 1
+        self.rest -= self.rest > 0
+
+    def dismiss(self) -> None:
+        """No depth pays now."""
+        self.rest, self._pause = self._pause, min(self.REST, 2 * self._pause)
 
     def probe_due(self) -> bool:
         return self.idle >= self.interval
 
     def verified(self, accepted: int, *, probe: bool) -> None:
         """A draft was verified. A probe that paid restores trust; one that did not doubles the wait."""
-        self.idle = 0
+        self.idle, self.rest, self._pause = 0, 0, 1
         if accepted:
             if probe:
                 self.reliability.forget()

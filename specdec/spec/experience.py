@@ -85,6 +85,11 @@ class Experience:
             if counts[b] > 1:
                 self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
 
+    def saw_nothing(self, state: State, name: str) -> None:
+        """`name` was chosen for the sequence and has nothing to draft: a step in which it wins nothing."""
+        state.records[name].value.record(0.0)
+        self.drafters[name].value.record(0.0)
+
     def _learn(self, state: State, pending: Pending, taken: set[int]) -> None:
         """What the draft won, and how honest its scores were."""
         record, drafter = state.records[pending.drafter], self.drafters[pending.drafter]

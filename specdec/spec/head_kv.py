@@ -67,24 +67,49 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
+        if self._plain(plan, tree):
+            self._keep_rows(plan, forward)
+            return
         owners, rows = self._committed_rows(plan, tree, verdict)
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = forward.taps if whole else forward.taps[torch.tensor(rows, device=forward.taps.device)]
-        if self._columns is not None:
-            taps = taps[:, self._columns]
+        taps = self._own(forward.taps if whole else forward.taps[torch.tensor(rows, device=forward.taps.device)])
         jobs = []
         parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
         for (seq, prefill, count), own in zip(owners, parts, strict=True):
             progress = self._progress[seq]
-            progress.add(own if 4 * count >= len(taps) else own.clone())  # a small view would keep all of them alive
+            progress.add(own if 4 * count >= len(taps) else own.clone(), count)  # a small view would keep all of them alive
             due = self._due(seq, progress, prefill)
             if due > 0:
                 jobs.append(Job(seq, due))
         if jobs:
             self.run(jobs)
+
+    def _plain(self, plan: StepPlan, tree: DraftTree) -> bool:
+        """Whether every sequence ran one row, goes on, and is known here: a step of plain decoding, as most are."""
+        if tree.tokens.shape[1] > 1:
+            return False
+        for share in plan.scheduled:
+            seq = share.seq
+            if not share.samples or share.num_new + share.rerun > 1 or seq.finish_reason is not None:
+                return False
+            if seq not in self._progress or not self._wants(seq):
+                return False
+        return True
+
+    def _keep_rows(self, plan: StepPlan, forward: Forward) -> None:
+        """`observe` of a plain step, which such a step can afford: row b is the feature of sequence b, and none is run."""
+        assert forward.taps is not None
+        taps, shares = self._own(forward.taps), plan.scheduled
+        rows = (taps,) if len(shares) == 1 else taps.split(1)
+        for share, row in zip(shares, rows, strict=True):
+            self._progress[share.seq].add(row if len(rows) <= 4 else row.clone(), 1)
+
+    def _own(self, taps: Tensor) -> Tensor:
+        """The columns of the head."""
+        return taps if self._columns is None else taps[:, self._columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""

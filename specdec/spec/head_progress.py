@@ -29,10 +29,10 @@ class Progress:
     pending: int = 0
     marked: int = 0  # whole blocks recorded as holding the head's KV
 
-    def add(self, taps: Tensor) -> None:
-        """Taps of the next positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
+    def add(self, taps: Tensor, count: int) -> None:
+        """Taps of the next `count` positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
         self.taps.append(taps)
-        self.pending += len(taps)
+        self.pending += count
         excess = self.pending - MAX_PENDING
         if excess > 0:
             self.take(excess)

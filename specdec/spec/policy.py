@@ -37,6 +37,11 @@ HOPE = 0.6  # least that a probe's drafts are believed, so that they are verifie
 REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
 
 
+def _anything(seq: Sequence) -> bool:
+    """A drafter that does not look ahead may always have something to draft."""
+    return True
+
+
 class SpecPolicy:
     """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters."""
 
@@ -80,7 +85,7 @@ class SpecPolicy:
         state.drafter, state.probe, limits = None, False, state.limits
         state.ledger.steps += 1
         for record in state.records.values():
-            record.idle += 1
+            record.step()
         nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
@@ -95,6 +100,9 @@ class SpecPolicy:
             return self._skip(reason)
         state.drafter = name
         proposer = self.proposers[name]
+        if not self.fixed and not getattr(proposer, "sees", _anything)(seq):
+            self.experience.saw_nothing(state, name)
+            return self._skip("no_match")
         return SpecBudget(name, nodes, depth, limits.width, getattr(proposer, "feeds", False), self._floor(name, batch))
 
     def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
@@ -110,7 +118,7 @@ class SpecPolicy:
             names = [n for n in names if n not in watch.off]
             if not names:
                 return "", 0, "collapsed"
-        name, depth = names[0], 0
+        name, depth, names = names[0], 0, [n for n in names if not state.records[n].rest]
         while names and depth < 1:
             name = choose(names, state.records, state.ledger.steps)
             depth = self._depth(state, name, deepest, batch)
@@ -138,6 +146,8 @@ class SpecPolicy:
         if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
         paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
+        if paying == 0:
+            state.records[name].dismiss()
         looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
         return max(paying, min(deepest, int(headroom / unit))) if looks else paying
 
