@@ -13,6 +13,7 @@ from specdec.spec.median import Median
 
 BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
 MAX_DEPTH = 16  # deeper positions share the last rate
+LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 DEEPER = 0.95  # rate at an untried depth over that of the depth before
 
 
@@ -207,6 +208,11 @@ class SequenceRecord:
     def dismiss(self) -> None:
         """No depth pays now."""
         self.rest, self._pause = self._pause, min(self.REST, 2 * self._pause)
+
+    def believed(self, band: int) -> float:
+        """What to multiply its scores of this band by."""
+        factor = self.reliability.factor(band)
+        return factor if factor >= LIAR else 0.0
 
     def probe_due(self) -> bool:
         return self.idle >= self.interval

@@ -31,6 +31,17 @@ def widest(contexts: Seq[int], cost: StepCost) -> int:
     return best
 
 
+def least_chance(contexts: Seq[int], cost: StepCost) -> float:
+    """Of the likeliest draft node: below it no tree pays, were all its nodes as likely, whether one sequence drafts or all do."""
+    batch, plain = len(contexts), plain_seconds(contexts, cost)
+    mean, least = sum(contexts) // batch, 1.0
+    for nodes in COUNTS:
+        one = plain + cost.base(batch + nodes - 1, batch) - cost.base(batch, batch) + cost.attention(nodes, mean) - cost.attention(1, mean)
+        every = cost.base(batch * nodes, batch) + batch * cost.attention(nodes, mean)
+        least = min(least, batch * (MIN_GAIN * one / plain - 1) / (nodes - 1), (MIN_GAIN * every / plain - 1) / (nodes - 1))
+    return least
+
+
 def choose(names: Seq[str], records: Mapping[str, SequenceRecord], step: int) -> str:
     """The drafter that won most tokens per step on this sequence; now and then each is asked, to know. Ties and small leads
     go to the first of `names`: switching costs evidence, and figures of a short sequence are mostly luck."""

@@ -94,14 +94,14 @@ class LookupDrafter(ABC):
         self._drafts: dict[Sequence, Draft] = {}  # what was proposed last, until observed
         self.corpus = self._read_corpus(context)
 
-    def sees(self, seq: Sequence) -> bool:
-        """Whether the newest tokens, as many as the shortest match has, occurred before."""
+    def outlook(self, seq: Sequence) -> float:
+        """About how likely the first token drafted would be: as the longest match found at once lets expect. 0: no match, no draft."""
         state = self._current(seq)
         if self._guess(seq, state):
-            return True
-        shortest = self.levels[0]
-        newest = seq.tokens[-shortest:]
-        return any(index.matches(newest, 1, shortest) for index in self._sources(state))
+            return self._expected(LONGEST)
+        newest = seq.tokens[-LONGEST:]
+        hits = [hit for index in self._sources(state) for hit in index.matches(newest, 1, LONGEST)]
+        return self._expected(max(hits)[0]) if hits else 0.0
 
     def propose(self, shares: tuple[Scheduled, ...], sampling: SamplingState | None) -> DraftTree:
         """Trees for `shares`; a lookup that finds nothing gives the root alone."""
@@ -192,6 +192,10 @@ class LookupDrafter(ABC):
 
     def _shared(self) -> list[TokenIndex]:
         return [] if self.corpus is None else [self.corpus]
+
+    @abstractmethod
+    def _expected(self, length: int) -> float:
+        """Rate of a first token that nothing speaks against, after a match of `length` tokens."""
 
     @abstractmethod
     def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.spec.acceptance import band_of, synthesise
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
-from specdec.spec.choice import PROBE_NODES, choose, paying_depth, widest
+from specdec.spec.choice import PROBE_NODES, choose, least_chance, paying_depth, widest
 from specdec.spec.cost import StepCost, measure_costs
 from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
@@ -32,14 +32,18 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
-LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
-REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
+REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
 
 
-def _anything(seq: Sequence) -> bool:
-    """A drafter that does not look ahead may always have something to draft."""
-    return True
+class Bounds(NamedTuple):
+    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
+    least_chance: of the likeliest node. row: seconds of the first row more."""
+
+    batch: int
+    widest: int
+    least_chance: float
+    row: float
 
 
 class SpecPolicy:
@@ -53,7 +57,7 @@ class SpecPolicy:
         self.experience = Experience(config, proposers, warn_only=self.fixed)
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
-        self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
+        self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
         self._meter = Meter(cost)
 
     # -- before planning ----------------------------------------------------------------------------------------------
@@ -65,22 +69,21 @@ class SpecPolicy:
         if not self.proposers or not decoding:
             return {}
         self.experience.watch.tick()
-        widest = self._widest([seq.num_computed for seq in decoding])
-        return {seq: self._budget_one(seq, widest, len(decoding)) for seq in decoding}
+        self._look([seq.num_computed for seq in decoding])
+        return {seq: self._budget_one(seq, len(decoding)) for seq in decoding}
 
-    def _widest(self, contexts: Seq[int]) -> int:
-        """Most nodes per sequence worth planning; 1 = drafting cannot pay in this batch."""
+    def _look(self, contexts: Seq[int]) -> None:
+        """What the current batch allows, looked at anew when its size changes and now and then."""
         if self.fixed or self.cost is None:
-            return self.config.nodes
+            return
         batch = len(contexts)
         self._token_seconds = plain_seconds(contexts, self.cost) / batch
-        since, size, nodes = self._widest_known
-        if size != batch or since >= REFRESH:
-            since, nodes = 0, widest(contexts, self.cost)
-        self._widest_known = (since + 1, batch, nodes)
-        return nodes
+        self._bounds_age += 1
+        if self._bounds.batch != batch or self._bounds_age > REFRESH:
+            row = self.cost.base(batch + 1, batch) - self.cost.base(batch, batch)
+            self._bounds, self._bounds_age = Bounds(batch, widest(contexts, self.cost), least_chance(contexts, self.cost), row), 1
 
-    def _budget_one(self, seq: Sequence, widest: int, batch: int) -> SpecBudget:
+    def _budget_one(self, seq: Sequence, batch: int) -> SpecBudget:
         state = self.experience.state(seq)
         state.drafter, state.probe, limits = None, False, state.limits
         state.ledger.steps += 1
@@ -94,16 +97,28 @@ class SpecPolicy:
             return self._skip(reason)
         name = names[0]
         if not self.fixed:
-            nodes = min(nodes, widest)
+            nodes = min(nodes, self._bounds.widest)
             name, depth, reason = self._choose(state, names, min(depth, nodes - 1), batch)
         if depth < 1:
             return self._skip(reason)
         state.drafter = name
         proposer = self.proposers[name]
-        if not self.fixed and not getattr(proposer, "sees", _anything)(seq):
+        hopeless = "" if self.fixed else self._hopeless(state, name, seq)
+        if hopeless:
             self.experience.saw_nothing(state, name)
-            return self._skip("no_match")
+            return self._skip(hopeless)
         return SpecBudget(name, nodes, depth, limits.width, getattr(proposer, "feeds", False), self._floor(name, batch))
+
+    def _hopeless(self, state: State, name: str, seq: Sequence) -> str:
+        """Why what `name` would draft need not even be asked for, or "": it would be cut to nothing."""
+        outlook = getattr(self.proposers[name], "outlook", None)
+        chance = 1.0 if outlook is None else outlook(seq)
+        if chance == 0.0:
+            return "no_match"
+        record = state.records[name]
+        if chance >= 1.0 or state.probe or name in self.experience.watch.comparisons or record.probe_due():
+            return ""
+        return "policy" if chance * record.believed(band_of(chance)) < self._bounds.least_chance else ""
 
     def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
         """(drafter, depth, why it is 0). Where the best drafter costs too much to try, a cheaper one may not."""
@@ -138,7 +153,7 @@ class SpecPolicy:
     def _depth(self, state: State, name: str, deepest: int, batch: int) -> int:
         """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
         headroom = state.ledger.headroom() * self._token_seconds
-        if headroom <= 0.0 or deepest < 1:
+        if headroom <= 0.0 or headroom < self._bounds.row or deepest < 1:
             return 0
         unit = self.experience.drafters[name].seconds_per_depth
         if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
@@ -204,7 +219,7 @@ class SpecPolicy:
         record = state.records[name]
         if raw[1] <= 0.0:
             synthesise(raw, parents, count, record.rates)
-        factors = [f if (f := record.reliability.factor(band)) >= LIAR else 0.0 for band in range(3)]
+        factors = [record.believed(band) for band in range(3)]
         probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
         if probe:
             count = min(count, PROBE_NODES)

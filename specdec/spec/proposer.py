@@ -62,9 +62,9 @@ class Proposer(Protocol):
     """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
 
     max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
-    Five attributes may be absent. sees(seq) (absent: True): whether it can have anything to draft for the sequence as it is now. Asked in
-    every step in which it would be chosen, so that a step without drafts stays a plain one: it must be cheap, and right when it says no.
-    feeds (absent: False): see `SpecBudget`. looks (absent: False): it stops drafting below the
+    Five attributes may be absent. outlook(seq) (absent: 1): about the chance of the likeliest token it would draft for the sequence as
+    it is now, 0 where it certainly has none. Asked in every step in which it is chosen, so that steps without drafts stay plain ones: it
+    must be cheap. feeds (absent: False): see `SpecBudget`. looks (absent: False): it stops drafting below the
     budget's floor. disabled (absent: None): why it must never draft,
     e.g. a draft head of another target (skip reason "disabled"). promise (absent: 0): tokens it is expected to win per step,
     before there is any evidence.
