@@ -33,13 +33,15 @@ class Pending:
 
 @dataclass(slots=True)
 class State:
-    """One sequence. drafter: of the last budget. probe: it was given only to see whether the drafter works again."""
+    """One sequence. drafter: of the last budget. probe: it was given only to see whether the drafter works again. owed: seconds that
+    the draft of this step takes besides drafting."""
 
     limits: Limits
     records: dict[str, SequenceRecord]
     ledger: Ledger
     drafter: str | None = None
     probe: bool = False
+    owed: float = 0.0
     pending: Pending | None = None
 
 

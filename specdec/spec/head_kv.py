@@ -11,6 +11,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from specdec.cache.kv import Companion
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress
+from specdec.spec.median import Median
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 MAX_ROWS = 2048  # of one pass, bounds its memory
+MANY_PAIRS = 16  # of a pass that tells what one costs
 
 
 class HeadRunner:
@@ -58,6 +61,7 @@ class HeadRunner:
         widths = Widths((1, tables.shape[2]), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._progress: dict[Sequence, Progress] = {}
+        self._pair_times, self._pair_seconds = Median(15), 0.0
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
@@ -85,7 +89,19 @@ class HeadRunner:
             if due > 0:
                 jobs.append(Job(seq, due))
         if jobs:
-            self.run(jobs)
+            self._timed(jobs)
+
+    def _timed(self, jobs: list[Job]) -> None:
+        """Run pairs that no draft waits for, and see what a pair costs."""
+        begin, count = time.perf_counter(), sum(job.count for job in jobs)
+        self.run(jobs)
+        if count >= MANY_PAIRS:
+            self._pair_seconds = self._pair_times.add((time.perf_counter() - begin) / count)
+
+    def owes(self, seq: Sequence) -> float:
+        """Seconds that its pending pairs but the newest, which are run with the next draft, will take; 0 = not known yet."""
+        progress = self._progress.get(seq)
+        return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
 
     def _plain(self, plan: StepPlan, tree: DraftTree) -> bool:
         """Whether every sequence ran one row, goes on, and is known here: a step of plain decoding, as most are."""

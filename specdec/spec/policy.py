@@ -9,7 +9,7 @@ what drafting can lose, and a drafter that collapses on all of them is off until
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
 HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
+OWED = 0.9  # largest share of a draft's time that is put down to what was owed
 REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
 
 
@@ -58,6 +59,7 @@ class SpecPolicy:
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
         self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
+        self._owed: defaultdict[str, float] = defaultdict(float)  # seconds besides drafting that this step's drafts take, by drafter
         self._meter = Meter(cost)
 
     # -- before planning ----------------------------------------------------------------------------------------------
@@ -69,6 +71,7 @@ class SpecPolicy:
         if not self.proposers or not decoding:
             return {}
         self.experience.watch.tick()
+        self._owed.clear()
         self._look([seq.num_computed for seq in decoding])
         return {seq: self._budget_one(seq, len(decoding)) for seq in decoding}
 
@@ -85,7 +88,7 @@ class SpecPolicy:
 
     def _budget_one(self, seq: Sequence, batch: int) -> SpecBudget:
         state = self.experience.state(seq)
-        state.drafter, state.probe, limits = None, False, state.limits
+        state.drafter, state.probe, state.owed, limits = None, False, 0.0, state.limits
         state.ledger.steps += 1
         for record in state.records.values():
             record.step()
@@ -98,18 +101,19 @@ class SpecPolicy:
         name = names[0]
         if not self.fixed:
             nodes = min(nodes, self._bounds.widest)
-            name, depth, reason = self._choose(state, names, min(depth, nodes - 1), batch)
+            name, depth, reason = self._choose(state, seq, names, min(depth, nodes - 1), batch)
         if depth < 1:
             return self._skip(reason)
         state.drafter = name
         proposer = self.proposers[name]
-        hopeless = "" if self.fixed else self._hopeless(state, name, seq)
+        hopeless = "" if self.fixed else self._hopeless(state, seq, name)
         if hopeless:
             self.experience.saw_nothing(state, name)
             return self._skip(hopeless)
+        self._owed[name] += state.owed
         return SpecBudget(name, nodes, depth, limits.width, getattr(proposer, "feeds", False), self._floor(name, batch))
 
-    def _hopeless(self, state: State, name: str, seq: Sequence) -> str:
+    def _hopeless(self, state: State, seq: Sequence, name: str) -> str:
         """Why what `name` would draft need not even be asked for, or "": it would be cut to nothing."""
         outlook = getattr(self.proposers[name], "outlook", None)
         chance = 1.0 if outlook is None else outlook(seq)
@@ -120,7 +124,7 @@ class SpecPolicy:
             return ""
         return "policy" if chance * record.believed(band_of(chance)) < self._bounds.least_chance else ""
 
-    def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
+    def _choose(self, state: State, seq: Sequence, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
         """(drafter, depth, why it is 0). Where the best drafter costs too much to try, a cheaper one may not."""
         watch = self.experience.watch
         if watch.off:
@@ -136,7 +140,7 @@ class SpecPolicy:
         name, depth, names = names[0], 0, [n for n in names if not state.records[n].rest]
         while names and depth < 1:
             name = choose(names, state.records, state.ledger.steps)
-            depth = self._depth(state, name, deepest, batch)
+            depth = self._depth(state, seq, name, deepest, batch)
             names = [n for n in names if n != name]
         return name, depth, "policy"
 
@@ -150,16 +154,18 @@ class SpecPolicy:
         self._skipped[reason] += 1
         return NO_DRAFT
 
-    def _depth(self, state: State, name: str, deepest: int, batch: int) -> int:
+    def _depth(self, state: State, seq: Sequence, name: str, deepest: int, batch: int) -> int:
         """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
         headroom = state.ledger.headroom() * self._token_seconds
         if headroom <= 0.0 or headroom < self._bounds.row or deepest < 1:
             return 0
-        unit = self.experience.drafters[name].seconds_per_depth
+        unit, owes = self.experience.drafters[name].seconds_per_depth, getattr(self.proposers[name], "owes", None)
+        state.owed = 0.0 if owes is None else owes(seq)
         if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
             return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
-        if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
+        if state.owed + unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
+        headroom -= state.owed  # it must be affordable, yet is no part of what one draft costs: the next ones gain by it
         paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
         if paying == 0:
             state.records[name].dismiss()
@@ -179,6 +185,7 @@ class SpecPolicy:
         """`name` took `seconds` to draft these trees."""
         self._meter.drafted(seconds)
         deepest = max(max(depths) for depths in tree.host.depth)
+        seconds -= min(self._owed[name], OWED * seconds)
         self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
@@ -236,7 +243,7 @@ class SpecPolicy:
         state, name = self.experience.states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        drafting = self.experience.drafters[name].seconds_per_depth * max(1, drafted[1])
+        drafting = self.experience.drafters[name].seconds_per_depth * max(1, drafted[1]) + state.owed
         if drafting > CHEAP * self._token_seconds:  # what little a lookup takes must not use up what drafts may risk
             seconds += drafting
         spent = seconds / self._token_seconds

@@ -207,7 +207,7 @@ def test_fixed_asks_for_exactly_these_numbers():
 
 
 def test_reasons_are_counted():
-    made = SpecPolicy(SpecConfig(method="auto"), {"ngram": Fake("ngram", max_len=5)}, LineCost(per_row=1e-4))
+    made = SpecPolicy(SpecConfig(method="auto"), {"ngram": Fake("ngram", max_len=5)}, LineCost(per_row=2.5e-4))
     last, long, refused, fine = sequence([1], max_total=2), sequence([1] * 6), sequence([1]), sequence([1, 2])
     refused.params = SamplingParams(speculation={"method": "off"})
     prefilling = sequence([1, 2, 3])
