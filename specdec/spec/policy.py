@@ -4,6 +4,8 @@ Before planning, `budget` picks a drafter per sequence and an upper bound of nod
 that maximise expected committed tokens per second of the batch, with measured costs (`cost`) and the drafter's scores
 corrected by how honest they proved (`acceptance`); nothing is kept where plain decoding is best. A ledger per sequence bounds
 what drafting can lose, and a drafter that collapses on all of them is off until probes show that it recovered (`watch`).
+A step without drafts has to stay what it is without speculation: who would draft nothing, or what would be cut to nothing anyway, is
+not asked (`_hopeless`), and a drafter no depth of which pays is looked at again after a pause (`SequenceRecord.rest`).
 `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step; a collapse is only reported.
 """
 
