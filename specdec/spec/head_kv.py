@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec.cache.kv import Companion
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
-from specdec.spec.head_progress import Job, Pick, Progress
+from specdec.spec.head_progress import Job, Pick, Progress, is_plain, keep_rows
 from specdec.spec.median import Median
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
@@ -71,8 +71,9 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
-        if self._plain(plan, tree):
-            self._keep_rows(plan, forward)
+        if tree.tokens.shape[1] == 1 and is_plain(plan, self._progress, self._wants):
+            assert forward.taps is not None
+            keep_rows(plan, self._progress, self._own(forward.taps))
             return
         owners, rows = self._committed_rows(plan, tree, verdict)
         if not owners:
@@ -102,26 +103,6 @@ class HeadRunner:
         """Seconds that its pending pairs but the newest, which are run with the next draft, will take; 0 = not known yet."""
         progress = self._progress.get(seq)
         return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
-
-    def _plain(self, plan: StepPlan, tree: DraftTree) -> bool:
-        """Whether every sequence ran one row, goes on, and is known here: a step of plain decoding, as most are."""
-        if tree.tokens.shape[1] > 1:
-            return False
-        for share in plan.scheduled:
-            seq = share.seq
-            if not share.samples or share.num_new + share.rerun > 1 or seq.finish_reason is not None:
-                return False
-            if seq not in self._progress or not self._wants(seq):
-                return False
-        return True
-
-    def _keep_rows(self, plan: StepPlan, forward: Forward) -> None:
-        """`observe` of a plain step, which such a step can afford: row b is the feature of sequence b, and none is run."""
-        assert forward.taps is not None
-        taps, shares = self._own(forward.taps), plan.scheduled
-        rows = (taps,) if len(shares) == 1 else taps.split(1)
-        for share, row in zip(shares, rows, strict=True):
-            self._progress[share.seq].add(row if len(rows) <= 4 else row.clone(), 1)
 
     def _own(self, taps: Tensor) -> Tensor:
         """The columns of the head."""
