@@ -55,16 +55,25 @@ def choose(names: Seq[str], records: Mapping[str, SequenceRecord], step: int) ->
 
 
 def paying_depth(
-    record: SequenceRecord, unit: float, deepest: int, headroom: float, token_seconds: float, cost: StepCost, batch: int
+    record: SequenceRecord,
+    unit: float,
+    deepest: int,
+    headroom: float,
+    token_seconds: float,
+    cost: StepCost,
+    batch: int,
+    *,
+    on_trial: bool = False,
 ) -> int:
     """Depth of the chain with the best expected rate for a drafter whose drafts cost time; 0 = do not draft.
 
     unit: seconds to draft one token. headroom: most extra seconds. token_seconds: a token's share of a plain step. All
     sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe. Nothing else gets one that wins
     nothing, whatever its depths promise: they are known of drafts that were verified, not of those cut after they had been paid for.
+    on_trial: it is to be seen at work, and that does not hold for it.
     """
     plain, best, best_rate = cost.base(batch, batch), 0, MIN_GAIN / token_seconds
-    expected = expected_tokens(record.rates, deepest) if record.value.wins() else ()
+    expected = expected_tokens(record.rates, deepest) if on_trial or record.value.wins() else ()
     for depth in range(1, len(expected)):
         extra = unit * depth + (cost.base(batch * (1 + depth), batch) - plain) / batch
         if extra > headroom:
@@ -72,6 +81,6 @@ def paying_depth(
         rate = (1 + expected[depth]) / (token_seconds + extra)
         if rate > best_rate:
             best, best_rate = depth, rate
-    if best == 0 and record.trial_due() and unit * PROBE_NODES <= headroom:
+    if best == 0 and (record.probe_due() if on_trial else record.trial_due()) and unit * PROBE_NODES <= headroom:
         return min(deepest, PROBE_NODES - 1)
     return best

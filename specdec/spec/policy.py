@@ -161,18 +161,23 @@ class SpecPolicy:
         headroom = state.ledger.headroom() * self._token_seconds
         if headroom <= 0.0 or headroom < self._bounds.row or deepest < 1:
             return 0
-        unit, owes = self.experience.drafters[name].seconds_per_depth, getattr(self.proposers[name], "owes", None)
-        state.owed = 0.0 if owes is None else owes(seq)
+        unit, on_trial = self.experience.drafters[name].seconds_per_depth, name in self.experience.watch.comparisons
+        state.owed = 0.0 if on_trial else self.owes(name, seq)  # on trial it is to be seen at work
         if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
             return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
         if state.owed + unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
         headroom -= state.owed  # it must be affordable, yet is no part of what one draft costs: the next ones gain by it
-        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
-        if paying == 0:
+        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial)
+        if paying == 0 and not on_trial:
             state.records[name].dismiss()
         looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
         return max(paying, min(deepest, int(headroom / unit))) if looks else paying
+
+    def owes(self, name: str, seq: Sequence) -> float:
+        """Seconds that a draft would take besides drafting."""
+        owes = getattr(self.proposers[name], "owes", None)
+        return 0.0 if owes is None else owes(seq)
 
     def _floor(self, name: str, batch: int) -> float:
         """Chance of a node below which the drafter's next pass and the row of its child cost more than the child wins."""
