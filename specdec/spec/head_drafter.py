@@ -174,6 +174,10 @@ class HeadDrafter(ABC):
         tree = tree_from_lists(trees, [self.name if len(tokens) > 1 else None for tokens, _, _ in trees])
         return drawn_tree(tree, {(live[i], node): law for (i, node), law in laws.items()}, self._device)
 
+    def owes(self, seq: Sequence) -> float:
+        """Seconds that the next draft takes besides drafting: the pairs of the steps in which the head was not asked."""
+        return self._runner.owes(seq)
+
     @abstractmethod
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState

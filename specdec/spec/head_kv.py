@@ -11,6 +11,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from specdec.cache.kv import Companion
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
-from specdec.spec.head_progress import Job, Pick, Progress
+from specdec.spec.head_progress import Job, Pick, Progress, is_plain, keep_rows
+from specdec.spec.median import Median
 from specdec.transfer import send, send_all
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 MAX_ROWS = 2048  # of one pass, bounds its memory
+MANY_PAIRS = 16  # of a pass that tells what one costs
 
 
 class HeadRunner:
@@ -59,6 +62,7 @@ class HeadRunner:
         widths = Widths((1, tables.shape[2]), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._progress: dict[Sequence, Progress] = {}
+        self._pair_times, self._pair_seconds = Median(15), 0.0
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
@@ -68,24 +72,42 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
+        if tree.tokens.shape[1] == 1 and is_plain(plan, self._progress, self._wants):
+            assert forward.taps is not None
+            keep_rows(plan, self._progress, self._own(forward.taps))
+            return
         owners, rows = self._committed_rows(plan, tree, verdict)
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)]
-        if self._columns is not None:
-            taps = taps[:, self._columns]
+        taps = self._own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
         jobs = []
         parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
         for (seq, prefill, count), own in zip(owners, parts, strict=True):
             progress = self._progress[seq]
-            progress.add(own if 4 * count >= len(taps) else own.clone())  # a small view would keep all of them alive
+            progress.add(own if 4 * count >= len(taps) else own.clone(), count)  # a small view would keep all of them alive
             due = self._due(seq, progress, prefill)
             if due > 0:
                 jobs.append(Job(seq, due))
         if jobs:
-            self.run(jobs)
+            self._timed(jobs)
+
+    def _timed(self, jobs: list[Job]) -> None:
+        """Run pairs that no draft waits for, and see what a pair costs."""
+        begin, count = time.perf_counter(), sum(job.count for job in jobs)
+        self.run(jobs)
+        if count >= MANY_PAIRS:
+            self._pair_seconds = self._pair_times.add((time.perf_counter() - begin) / count)
+
+    def owes(self, seq: Sequence) -> float:
+        """Seconds that its pending pairs but the newest, which are run with the next draft, will take; 0 = not known yet."""
+        progress = self._progress.get(seq)
+        return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
+
+    def _own(self, taps: Tensor) -> Tensor:
+        """The columns of the head."""
+        return taps if self._columns is None else taps[:, self._columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
