@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on a GPU: a Chrome trace, the kernels by time, and the gaps between them.
 
-    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--head eagle3] [--eager] [--steps 8] [--out step.json]
+    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--head peagle] [--eager] [--steps 8] [--out FILE]
 
 The steps are those of `bench.decode`. Open the trace in ui.perfetto.dev. Needs nothing but torch; its own cost widens the gaps, so a step
 is longer here than there, and only the times of kernels can be compared.
