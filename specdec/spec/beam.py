@@ -39,15 +39,18 @@ class Beam:
         inside = (column < own) & (nodes < fed[:, None])
         cells = np.where(inside, newest[:, None] + 1 + nodes, -1)
         owner = np.repeat([seq.request_slot for seq in seqs], self.width)
-        slots = runner.slots(np.tile(owner, len(passes)), cells.reshape(-1))
-        self._slots = slots.view(len(passes), len(seqs), self.width)
+        layout = runner.rows
         words = BIT_TABLE.numpy()[np.minimum(nodes, 63)]
-        lengths = np.array([newest + 1, fed], dtype=np.int32)
-        self._bits, self._positions, sizes = send_all([words, newest[:, None] + 1 + passes + 0 * column, lengths], device)
-        self._context, self._fed = sizes.unbind()
+        columns: list[np.ndarray] = [
+            words,
+            newest[:, None] + 1 + passes + 0 * column,
+            np.array([newest + 1, fed, layout.first(seqs)], dtype=np.int32),
+            layout.slots(np.tile(owner, len(passes)), cells.reshape(-1)).reshape(len(passes), len(seqs), self.width),
+            layout.table(seqs, int((newest + fed).max())),
+        ]
+        self._bits, self._positions, sizes, self._slots, self._tables = send_all(columns, device)
+        self._context, self._fed, self._first = sizes.unbind()
         self._cu = torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device)
-        self._tables = runner.table(seqs, int((newest + fed).max()))
-        self._first = runner.first(seqs)
         self._none = torch.zeros(0, dtype=torch.int64, device=device)
         self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)
 
