@@ -61,7 +61,8 @@ class HeadRunner:
         self._progress: dict[Sequence, Progress] = {}
         self.rows = HeadRows(tables.numpy()[group], companion.block_size, self._progress)
         self._wants, self._columns = wants, columns
-        widths = Widths((1, tables.shape[2]), head.config.hidden_size, head.dtype)
+        self.blocks = tables.shape[2]  # of the longest sequence
+        widths = Widths((1, self.blocks), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._pair_times, self._pair_seconds = Median(15), 0.0
 
@@ -219,14 +220,18 @@ class HeadRunner:
         """One pass over rows laid out here or by `Beam`; (hidden, feedback) [T, Hd], valid until the next pass."""
         recorded = self._passes(batch, features) if self._passes is not None else None
         if recorded is None:
-            return self.head.forward(batch, features, self._store)
+            return self.run_rows(batch, features)
         hidden, feedback = recorded
         assert hidden is not None and feedback is not None
         return hidden, feedback
 
+    def run_rows(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The pass itself, op by op: what recordings are made of."""
+        return self.head.forward(batch, features, self._store)
+
     def _recordable(self, inputs: Inputs) -> Outputs:
         assert inputs.features is not None
-        return self.head.forward(inputs.batch, inputs.features, self._store)
+        return self.run_rows(inputs.batch, inputs.features)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence loses its blocks, or is done. What completes blocks that others may find is run first."""
