@@ -1,12 +1,13 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
-    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--eager] [--wait] [--steps 48]
+    python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
-speculation is off; with it every step verifies a chain of as many drafts, which cost nothing to find and are accepted at these
-unconditional rates per position: the price of verification alone. `--eager` goes without CUDA graphs, `--wait` without the host one
-step behind. Beside the step its parts as the host sees them, and the time that the weights take at the rate of a plain read, which
-no step can be faster than. Appends to `bench/results/decode.jsonl`.
+speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
+they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
+layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind. Beside the step its parts as the
+host sees them, the recorded pass of the target alone, replayed back to back (`pass_ms`), and the time that its weights take at the rate of
+a plain read, which no step can be faster than. Appends to `bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.cuda_timing import read_microseconds
+from bench.dummy_head import HEADS, dummy_head
 from bench.schema import ROOT, append, environment
 from specdec.boot import build_engine, load_target
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
@@ -29,6 +33,7 @@ from specdec.models.load import LoadedModel
 
 MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").glob("*/config.json")))
 PROMPT, OUTPUT, WARM = 512, 256, 12  # tokens, tokens, steps before the clock starts
+REPLAYS = 50
 
 
 def directory(model: str) -> str:
@@ -36,11 +41,15 @@ def directory(model: str) -> str:
     return str(ROOT / "data" / "models" / model)
 
 
-def config_of(model: str, batch: int, accept: list[float], eager: bool, device: str = "cuda", wait: bool = False) -> EngineConfig:
+def config_of(
+    model: str, batch: int, accept: list[float], eager: bool, wait: bool = False, head: tuple[str, str] | None = None, device: str = "cuda"
+) -> EngineConfig:
+    """head: method and directory of the draft head that finds the drafts, None = they are known."""
     spec = SpecConfig(method="off")
     if accept:
-        shape = {"nodes": len(accept) + 1, "depth": len(accept), "width": 1}
-        spec = SpecConfig(method="oracle", policy="fixed", verify="synthetic", synthetic_acceptance=tuple(accept), **shape)
+        method, path = head or ("oracle", None)
+        forced = {"policy": "fixed", "verify": "synthetic", "synthetic_acceptance": tuple(accept)}
+        spec = SpecConfig(method=method, head=path, nodes=len(accept) + 1, depth=len(accept), width=1, **forced)
     return EngineConfig(
         model=model,
         speculation=spec,
@@ -97,6 +106,22 @@ def measure(engine: Engine, steps: int) -> dict[str, Any]:
     }
 
 
+def pass_ms(engine: Engine) -> float | None:
+    """Milliseconds of the last recorded pass, replayed back to back; None where passes are not recorded."""
+    replay = engine.runner.replay()
+    if replay is None:
+        return None
+    for _ in range(5):
+        replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPLAYS):
+        replay()
+    end.record()
+    engine.runner.synchronize()
+    return round(begin.elapsed_time(end) / REPLAYS, 4)
+
+
 def floor(target: LoadedModel) -> float:
     """Milliseconds that the weights of a step take at the rate of a plain read of a gigabyte."""
     methods = [linear.method for layer in target.model.layers for linear in layer.linears] + [target.model.lm_head.method]
@@ -104,14 +129,17 @@ def floor(target: LoadedModel) -> float:
     return sum(method.nbytes for method in methods) / (1 << 30) * gigabyte
 
 
-def records(model: str, batches: list[int], accept: list[float], eager: bool, wait: bool, steps: int) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences. model: a name in MODELS."""
-    target = load_target(config_of(directory(model), 1, [], eager))
+def records(
+    model: str, batches: list[int], accept: list[float], steps: int, method: str | None = None, **how: bool
+) -> Iterator[dict[str, Any]]:
+    """One for each number of sequences . model: a name in MODELS. how: eager, wait."""
+    target = load_target(config_of(directory(model), 1, [], **how))
     least = round(floor(target), 3)
+    head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
     for batch in batches:
-        engine = decoding(config_of(directory(model), batch, accept, eager, wait=wait), target)
-        how = {"accept": accept, "eager": eager, "wait": wait}
-        yield {"bench": "decode", "model": model, **how, "floor_ms": least} | measure(engine, steps)
+        engine = decoding(config_of(directory(model), batch, accept, head=head, **how), target)
+        case = {"bench": "decode", "model": model, "accept": accept, "head": method, **how, "floor_ms": least}
+        yield case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
         engine.close()
         del engine
         gc.collect()
@@ -125,16 +153,17 @@ def main() -> None:
     parser.add_argument(
         "--accept", type=float, nargs="*", default=[], help="rates per position of forced acceptance; none = speculation off"
     )
+    parser.add_argument("--head", choices=HEADS, help="a random draft head of this kind finds the drafts")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--steps", type=int, default=48)
     args = parser.parse_args()
     for model in args.model:
-        for record in records(model, args.batch, args.accept, args.eager, args.wait, args.steps):
+        for record in records(model, args.batch, args.accept, args.steps, args.head, eager=args.eager, wait=args.wait):
             append("decode", environment() | record)
             how = ("eager" if args.eager else "graphs") + (" wait" if args.wait else "")
-            line = f"{model:20} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
-            print(line, record["host_ms"], record["tokens_a_step"], flush=True)
+            line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
+            print(line, f"pass {record['pass_ms']}", record["host_ms"], record["tokens_a_step"], flush=True)
 
 
 if __name__ == "__main__":

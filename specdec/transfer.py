@@ -75,14 +75,14 @@ def _part(arrived: Tensor, start: int, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 class Fetch:
-    """int64 tensors on their way to the host: the copy is queued when this is made, `lists` waits for it alone and is called before
-    as many others are made as a ring has pieces."""
+    """Tensors of 64 bits and one dtype on their way to the host: the copy is queued when this is made, `lists` waits for it alone and is
+    called before as many others are made as a ring has pieces."""
 
     def __init__(self, tensors: Seq[Tensor]):
         self._shapes = [tensor.shape for tensor in tensors]
         together = torch.cat([tensor.flatten() for tensor in tensors])
         staging, self._arrived = _take(8 * len(together), together.device, "back")
-        self._staging = staging.view(torch.int64).copy_(together, non_blocking=True)
+        self._staging = staging.view(together.dtype).copy_(together, non_blocking=True)
         self._arrived.record()
 
     def lists(self) -> list[Any]:

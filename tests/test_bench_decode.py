@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench import decode
 from bench.decode import MODELS, config_of, decoding, directory, measure
 from bench.profile.step import Span, busy, by_time
 from specdec.boot import load_target
+from specdec.config import EngineConfig
 from specdec.models.load import find_checkpoint
 from tests.harness import checkpoint
 
@@ -15,18 +17,29 @@ from tests.harness import checkpoint
 def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.decode.PROMPT", 40)
     monkeypatch.setattr("bench.decode.OUTPUT", 60)
-    config = config_of(checkpoint(), 3, accept, True, "cpu").with_(load_format="auto", max_model_len=128)
+    config = config_of(checkpoint(), 3, accept, True, device="cpu").with_(load_format="auto", max_model_len=128)
     record = measure(decoding(config, load_target(config)), 4)
     assert record["batch"] == 3
     assert record["tokens_a_step"] == 3 * (1 + len(accept))
     assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
 
 
+def test_a_record_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny(model: str, batch: int, accept: list[float], eager: bool, wait: bool) -> EngineConfig:
+        return config_of(checkpoint(), batch, accept, eager, wait, "cpu").with_(load_format="auto", max_model_len=128)
+
+    for name, value in {"PROMPT": 40, "OUTPUT": 60, "config_of": tiny, "floor": lambda target: 1.0}.items():
+        monkeypatch.setattr(decode, name, value)
+    found = list(decode.records("any", [1, 2], [], 4, eager=True, wait=False))
+    assert [r["batch"] for r in found] == [1, 2]
+    assert all(r["pass_ms"] is None for r in found)  # nothing is recorded here
+
+
 def test_the_configs_are_whole() -> None:
-    assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8")
+    assert MODELS == ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.3-70b-fp8", "smollm2-135m")
     for model in MODELS:
         found = find_checkpoint(directory(model))
-        assert found.config.vocab_size == 128256
+        assert found.config.vocab_size == (49152 if model == "smollm2-135m" else 128256)
         assert (found.quantization is not None) == model.endswith("fp8")
 
 

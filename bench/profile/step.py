@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on a GPU: a Chrome trace, the kernels by time, and the gaps between them.
 
-    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--eager] [--steps 8] [--out step.json]
+    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--head peagle] [--eager] [--steps 8] [--out FILE]
 
 The steps are those of `bench.decode`. Open the trace in ui.perfetto.dev. Needs nothing but torch; its own cost widens the gaps, so a step
 is longer here than there, and only the times of kernels can be compared.
@@ -9,6 +9,7 @@ is longer here than there, and only the times of kernels can be compared.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.decode import MODELS, config_of, decoding, directory
+from bench.dummy_head import HEADS, dummy_head
 from specdec.boot import load_target
 
 
@@ -53,12 +55,17 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--accept", type=float, nargs="*", default=[], help="as in bench.decode")
+    parser.add_argument("--head", choices=HEADS, help="as in bench.decode")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("step.json"))
     args = parser.parse_args()
     config = config_of(directory(args.model), args.batch, args.accept, args.eager)
-    engine = decoding(config, load_target(config))
+    target = load_target(config)
+    if args.head:
+        head = args.head, dummy_head(target, args.head, Path(tempfile.mkdtemp(prefix="specdec-head-")))
+        config = config_of(directory(args.model), args.batch, args.accept, args.eager, head=head)
+    engine = decoding(config, target)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         for _ in range(args.steps):
             engine.step()

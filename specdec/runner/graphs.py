@@ -92,6 +92,7 @@ class Passes:
     def __init__(self, run: Callable[[Inputs], Outputs], widths: Widths, device: torch.device, record: Recorder):
         self._run, self._widths, self._device, self._record = run, widths, device, record
         self._recorded: dict[tuple[int, int], tuple[Inputs, Callable[[], Outputs]]] = {}
+        self.last: Callable[[], Outputs] | None = None  # the replay of the last batch that had one, to be timed
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -107,6 +108,7 @@ class Passes:
             inputs = Inputs(rows, sequences, self._widths, self._device)
             self._recorded[rows, sequences] = inputs, self._record(lambda: self._run(inputs))
         inputs, replay = self._recorded[rows, sequences]
+        self.last = replay
         inputs.fill(batch, features)
         return tuple(None if output is None else output[:count] for output in replay())
 

@@ -7,12 +7,15 @@ sequence's share of a step of plain decoding, so a draft that costs a quarter of
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Sequence as Seq
+
+from specdec.spec.median import Median
 
 BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
 MAX_DEPTH = 16  # deeper positions share the last rate
+MIN_VALUE = 0.05  # tokens per step that a drafter which takes time must win net of it: what surrounds a draft is not in the figures
+TRIED = 8  # steps that say whether it does
+LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 DEEPER = 0.95  # rate at an untried depth over that of the depth before
 
 
@@ -118,6 +121,11 @@ class Value:
         prior = self.prior if self.parent is None else self.parent.mean()
         return (self.total + self.weight * prior) / (self.count + self.weight)
 
+    def wins(self) -> bool:
+        """Whether the drafter may be worth its time, by what all sequences know of it."""
+        shared = self.parent or self
+        return shared.count < TRIED or self.mean() >= MIN_VALUE
+
     def record(self, tokens: float) -> None:
         self.total += tokens
         self.count += 1.0
@@ -162,31 +170,41 @@ class DrafterRecord:
     """All statistics of one drafter over all sequences. promise: net tokens per step it is expected to win, before any evidence.
     rates: known from earlier."""
 
-    __slots__ = ("_recent", "rates", "reliability", "seconds_per_depth", "value")
+    WELCOME = 4  # while it does not pay, it is tried soon after the start of every so many sequences only
+
+    __slots__ = ("_opened", "_recent", "rates", "reliability", "seconds_per_depth", "value")
 
     def __init__(self, promise: float = 0.0, rates: DepthRates | None = None) -> None:
+        self._opened = 0
         self.reliability = Reliability(None, weight=6.0, horizon=60.0)
         self.rates = rates or DepthRates(None, weight=4.0)
         self.value = Value(None, weight=2.0, prior=promise)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
-        self._recent: deque[float] = deque(maxlen=15)
+        self._recent = Median(15)
+
+    def open(self) -> bool:
+        """Another sequence begins: whether the drafter should be tried on it soon, even where it takes time."""
+        self._opened += 1
+        return self.value.wins() or self._opened % self.WELCOME == 0
 
     def took(self, seconds: float) -> None:
         """One measurement of propose(), per sequence and depth."""
-        self._recent.append(seconds)
-        self.seconds_per_depth = statistics.median(self._recent)
+        self.seconds_per_depth = self._recent.add(seconds)
 
 
 class SequenceRecord:
     """Statistics of one drafter on one sequence, and its back-off.
 
     idle: steps since the last draft that was verified. interval: idle steps until the next probe.
-    asked: steps in which it was asked to draft.
+    asked: steps in which it was asked to draft. rest: steps in which it need not be looked at, since no depth of it paid when it was
+    last; each time twice as many as the last time, up to `REST`, until a draft is verified again. So what has hardly changed is not
+    computed in every step, and what has is seen `REST` steps later at most.
     """
 
     FIRST, LATER, LONGEST = 4, 40, 1280  # probe intervals in steps
+    REST = 16
 
-    __slots__ = ("asked", "idle", "interval", "rates", "reliability", "value")
+    __slots__ = ("_pause", "_welcome", "asked", "idle", "interval", "rates", "reliability", "rest", "value")
 
     def __init__(self, drafter: DrafterRecord):
         self.reliability = Reliability(drafter.reliability, weight=1.5, horizon=12.0)
@@ -194,14 +212,34 @@ class SequenceRecord:
         self.value = Value(drafter.value, weight=6.0)
         self.idle = 0
         self.interval = self.FIRST
+        self._welcome = drafter.open()
         self.asked = 0
+        self.rest, self._pause = 0, 1
+
+    def step(self) -> None:
+        """A step begins."""
+        self.idle += 1
+        self.rest -= self.rest > 0
+
+    def dismiss(self) -> None:
+        """No depth pays now."""
+        self.rest, self._pause = self._pause, min(self.REST, 2 * self._pause)
+
+    def believed(self, band: int) -> float:
+        """What to multiply its scores of this band by."""
+        factor = self.reliability.factor(band)
+        return factor if factor >= LIAR else 0.0
 
     def probe_due(self) -> bool:
         return self.idle >= self.interval
 
+    def trial_due(self) -> bool:
+        """`probe_due` of a drafter that takes time to ask."""
+        return self.idle >= (self.interval if self._welcome else max(self.interval, self.LATER))
+
     def verified(self, accepted: int, *, probe: bool) -> None:
         """A draft was verified. A probe that paid restores trust; one that did not doubles the wait."""
-        self.idle = 0
+        self.idle, self.rest, self._pause = 0, 0, 1
         if accepted:
             if probe:
                 self.reliability.forget()

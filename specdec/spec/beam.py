@@ -7,49 +7,67 @@ slot behind the newest token. Slots never move; what is accepted is written agai
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.spec.tree import BIT_TABLE
-from specdec.transfer import send_all
 from specdec.types import Batch
 
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
-    from specdec.spec.head_kv import HeadRunner
+    from specdec.spec.head_rows import HeadRows
+
+
+class BeamRows(NamedTuple):
+    """Where the nodes of B sequences run, for each of P passes. bits, positions, slots [P, B, rows] i64; sizes [3, B] i32: committed keys,
+    places of the tree, first visible key; tables [1, B, M] i32."""
+
+    bits: Tensor
+    positions: Tensor
+    slots: Tensor
+    sizes: Tensor
+    tables: Tensor
+
+
+def beam_rows(layout: HeadRows, seqs: list[Sequence], places: list[int], depths: list[int]) -> list[np.ndarray]:
+    """The fields of BeamRows as host arrays. places: of each sequence's own beam. depths: of each tree."""
+    width = max(places)
+    own, newest = np.asarray(places)[:, None], np.asarray([seq.num_computed for seq in seqs])
+    fed = own[:, 0] * (np.asarray(depths) - 1)
+    column, passes = np.arange(width), np.arange(max(depths) - 1)[:, None, None]
+    nodes = passes * own + np.minimum(column, own - 1)  # [passes, B, width]
+    inside = (column < own) & (nodes < fed[:, None])
+    cells = np.where(inside, newest[:, None] + 1 + nodes, -1)
+    owner = np.repeat([seq.request_slot for seq in seqs], width)
+    return [
+        BIT_TABLE.numpy()[np.minimum(nodes, 63)],
+        newest[:, None] + 1 + passes + 0 * column,
+        layout.slots(np.tile(owner, len(passes)), cells.reshape(-1)).reshape(len(passes), len(seqs), width),
+        np.array([newest + 1, fed, layout.first(seqs)], dtype=np.int32),
+        layout.table(seqs, int((newest + fed).max())),
+    ]
 
 
 class Beam:
-    """The running nodes of B sequences. places: of each sequence's own beam; rows beyond it run along and are written nowhere.
+    """The running nodes of B sequences; rows beyond a sequence's own beam run along and are written nowhere.
 
-    depths: of each tree. words [B, rows] i64: ancestor words of the nodes that ran last.
+    feed: runs rows of the head, (batch, features) -> (hidden, feedback). words [B, rows] i64: ancestor words of the nodes that ran last.
     """
 
-    def __init__(self, runner: HeadRunner, seqs: list[Sequence], places: list[int], depths: list[int]):
-        self.width, self.depth = max(places), 0
-        self._runner = runner
-        self._device = device = runner.head.device
-        own, newest = np.asarray(places)[:, None], np.asarray([seq.num_computed for seq in seqs])
-        fed = own[:, 0] * (np.asarray(depths) - 1)
-        column, passes = np.arange(self.width), np.arange(max(depths) - 1)[:, None, None]
-        nodes = passes * own + np.minimum(column, own - 1)  # [passes, B, width]
-        inside = (column < own) & (nodes < fed[:, None])
-        cells = np.where(inside, newest[:, None] + 1 + nodes, -1)
-        owner = np.repeat([seq.request_slot for seq in seqs], self.width)
-        slots = runner.slots(np.tile(owner, len(passes)), cells.reshape(-1))
-        self._slots = slots.view(len(passes), len(seqs), self.width)
-        words = BIT_TABLE.numpy()[np.minimum(nodes, 63)]
-        lengths = np.array([newest + 1, fed], dtype=np.int32)
-        self._bits, self._positions, sizes = send_all([words, newest[:, None] + 1 + passes + 0 * column, lengths], device)
-        self._context, self._fed = sizes.unbind()
-        self._cu = torch.arange(0, (len(seqs) + 1) * self.width, self.width, dtype=torch.int32, device=device)
-        self._tables = runner.table(seqs, int((newest + fed).max()))
-        self._first = runner.first(seqs)
+    def __init__(self, feed: Callable[[Batch, Tensor], tuple[Tensor, Tensor]], rows: BeamRows):
+        _, batch, self.width = rows.slots.shape
+        self.depth = 0
+        self._feed = feed
+        self._device = device = rows.slots.device
+        self._bits, self._positions, self._slots, sizes, self._tables = rows
+        self._context, self._fed, self._first = sizes.unbind()
+        self._cu = torch.arange(0, (batch + 1) * self.width, self.width, dtype=torch.int32, device=device)
         self._none = torch.zeros(0, dtype=torch.int64, device=device)
-        self.words = torch.zeros((len(seqs), 1), dtype=torch.int64, device=device)
+        self.words = torch.zeros((batch, 1), dtype=torch.int64, device=device)
 
     def advance(self, features: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Run the next depth: tokens [B, width] below the rows `parents` [B, width] of the pass before.
@@ -73,7 +91,7 @@ class Beam:
             first_key=self._first,
         )
         self.depth += 1
-        return self._runner.feed(step, features[parents.flatten()])
+        return self._feed(step, features[parents.flatten()])
 
     def keep(self, live: Tensor) -> None:
         """Go on with the sequences `live` [b] i64 alone."""

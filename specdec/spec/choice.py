@@ -31,6 +31,17 @@ def widest(contexts: Seq[int], cost: StepCost) -> int:
     return best
 
 
+def least_chance(contexts: Seq[int], cost: StepCost) -> float:
+    """Of the likeliest draft node: below it no tree pays, were all its nodes as likely, whether one sequence drafts or all do."""
+    batch, plain = len(contexts), plain_seconds(contexts, cost)
+    mean, least = sum(contexts) // batch, 1.0
+    for nodes in COUNTS:
+        one = plain + cost.base(batch + nodes - 1, batch) - cost.base(batch, batch) + cost.attention(nodes, mean) - cost.attention(1, mean)
+        every = cost.base(batch * nodes, batch) + batch * cost.attention(nodes, mean)
+        least = min(least, batch * (MIN_GAIN * one / plain - 1) / (nodes - 1), (MIN_GAIN * every / plain - 1) / (nodes - 1))
+    return least
+
+
 def choose(names: Seq[str], records: Mapping[str, SequenceRecord], step: int) -> str:
     """The drafter that won most tokens per step on this sequence; now and then each is asked, to know. Ties and small leads
     go to the first of `names`: switching costs evidence, and figures of a short sequence are mostly luck."""
@@ -44,22 +55,32 @@ def choose(names: Seq[str], records: Mapping[str, SequenceRecord], step: int) ->
 
 
 def paying_depth(
-    record: SequenceRecord, unit: float, deepest: int, headroom: float, token_seconds: float, cost: StepCost, batch: int
+    record: SequenceRecord,
+    unit: float,
+    deepest: int,
+    headroom: float,
+    token_seconds: float,
+    cost: StepCost,
+    batch: int,
+    *,
+    on_trial: bool = False,
 ) -> int:
     """Depth of the chain with the best expected rate for a drafter whose drafts cost time; 0 = do not draft.
 
     unit: seconds to draft one token. headroom: most extra seconds. token_seconds: a token's share of a plain step. All
-    sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe.
+    sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe. Nothing else gets one that wins
+    nothing, whatever its depths promise: they are known of drafts that were verified, not of those cut after they had been paid for.
+    on_trial: it is to be seen at work, and that does not hold for it.
     """
-    expected = expected_tokens(record.rates, deepest)
     plain, best, best_rate = cost.base(batch, batch), 0, MIN_GAIN / token_seconds
-    for depth in range(1, deepest + 1):
+    expected = expected_tokens(record.rates, deepest) if on_trial or record.value.wins() else ()
+    for depth in range(1, len(expected)):
         extra = unit * depth + (cost.base(batch * (1 + depth), batch) - plain) / batch
         if extra > headroom:
             break
         rate = (1 + expected[depth]) / (token_seconds + extra)
         if rate > best_rate:
             best, best_rate = depth, rate
-    if best == 0 and record.probe_due() and unit * PROBE_NODES <= headroom:
+    if best == 0 and (record.probe_due() if on_trial else record.trial_due()) and unit * PROBE_NODES <= headroom:
         return min(deepest, PROBE_NODES - 1)
     return best

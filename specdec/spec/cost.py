@@ -22,7 +22,6 @@ import math
 import platform
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Protocol
 import torch
 
 from specdec.files import write_bytes
+from specdec.spec.median import Median
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
@@ -115,8 +115,8 @@ class CostModel:
         self._slope = [between(table.rows, table.slopes, n) for n in range(65)]
         self._bucket = [self._bucket_of(r) for r in range(257)]
         self._speed = 1.0  # real time / table, whatever the bucket
-        self._speeds: deque[float] = deque(maxlen=self.WINDOW)
-        self._recent: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(count)]  # real / table / speed then
+        self._speeds = Median(self.WINDOW)
+        self._recent = [Median(self.WINDOW) for _ in range(count)]  # real / table / speed then
         self._own = [1.0] * count  # factor of each bucket from its own steps
         self._seen = [-1] * count  # step of the last observation
         self._correction = [(1.0, 0.0)] * count  # (factor, seconds added) at normal speed
@@ -145,10 +145,8 @@ class CostModel:
             recent.clear()
             self._own[bucket], self._seen[bucket] = 1.0, -1
         ratio = seconds / (self._plain(rows) + self._slope[min(64, round(rows / batch))] * context)
-        self._speeds.append(ratio / self._own[bucket])
-        self._speed = statistics.median(self._speeds)
-        recent.append(ratio / self._speed)
-        before, own = self._own[bucket], statistics.median(recent)
+        self._speed = self._speeds.add(ratio / self._own[bucket])
+        before, own = self._own[bucket], recent.add(ratio / self._speed)
         known, self._seen[bucket] = self._seen[bucket] >= 0, self._steps
         if not known or abs(own - before) > SETTLED * before or self._steps % self.WINDOW == 0:
             self._own[bucket] = own

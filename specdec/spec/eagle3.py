@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specdec.spec import compiled_growth
-from specdec.spec.beam import Beam
+from specdec.spec.beam import Beam, BeamRows, beam_rows
 from specdec.spec.growth import HOPELESS, Growth, beam_widths
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, numbered
 from specdec.spec.head_kv import HeadRunner
 from specdec.spec.proposer import register
+from specdec.spec.recorded_growth import RecordedDrafts
+from specdec.transfer import send_all
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
@@ -35,12 +37,15 @@ class Eagle3(HeadDrafter):
         super().__init__(context)
         patient = context.config.policy == "fixed"  # exactly the depth asked for
         self.looks = self.noise_coupled and not patient and self._device.type == "cpu"  # elsewhere to look is to wait
+        self._recorded = RecordedDrafts(self, self._runner, context.recorder) if context.recorder is not None else None
 
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         if len(shares) == 1 and self.noise_coupled and compiled_growth.fits(self.head, shares[0], sampling):
             return [self._compiled(shares[0], depths[0])], {}
+        if self._recorded is not None and self._recorded.fit(shares, depths, sampling):
+            return self._recorded.drafts(shares, depths[0], sampling), {}
         beams = beam_widths(shares, self)
         stepper = _Recurrence(self._runner, [s.seq for s in shares], beams, depths)
         return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=self.looks).drafts()
@@ -75,7 +80,8 @@ class _Recurrence:
 
     def _running(self) -> Beam:
         if self._beam is None:
-            self._beam = Beam(self._runner, self._seqs, self._beams, self._depths)
+            rows = send_all(beam_rows(self._runner.rows, self._seqs, self._beams, self._depths), self._runner.head.device)
+            self._beam = Beam(self._runner.feed, BeamRows(*rows))
         return self._beam
 
 

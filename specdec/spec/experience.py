@@ -33,13 +33,15 @@ class Pending:
 
 @dataclass(slots=True)
 class State:
-    """One sequence. drafter: of the last budget. probe: it was given only to see whether the drafter works again."""
+    """One sequence. drafter: of the last budget. probe: it was given only to see whether the drafter works again. owed: seconds that
+    the draft of this step takes besides drafting."""
 
     limits: Limits
     records: dict[str, SequenceRecord]
     ledger: Ledger
     drafter: str | None = None
     probe: bool = False
+    owed: float = 0.0
     pending: Pending | None = None
 
 
@@ -84,6 +86,11 @@ class Experience:
                 self._learn(state, pending, taken)
             if counts[b] > 1:
                 self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
+
+    def saw_nothing(self, state: State, name: str) -> None:
+        """`name` was chosen for the sequence and has nothing to draft: a step in which it wins nothing."""
+        state.records[name].value.record(0.0)
+        self.drafters[name].value.record(0.0)
 
     def _learn(self, state: State, pending: Pending, taken: set[int]) -> None:
         """What the draft won, and how honest its scores were."""

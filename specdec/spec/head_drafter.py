@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from specdec.spec.head_progress import Pick
 from specdec.spec.limits import uses
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import DEPTH_BUCKETS, Calibration, depth_bucket
+from specdec.transfer import send
 from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ class Scores:
         self._calibration = Calibration(prior * (2 * DEPTH_BUCKETS))
         self._device = device
         self._table: Tensor | None = None
+        self._current = False
+        self._ranks: dict[int, Tensor] = {}
 
     @property
     def rates(self) -> array[float]:
@@ -97,16 +101,25 @@ class Scores:
 
     def base(self, noisy: Tensor, width: int) -> Tensor:
         """[R, width] i64: first cells of candidates ranked along the row; noisy [R] bool. The depth comes on top (`depth_cells`)."""
-        return torch.tensor(rank_cells(width), device=noisy.device) + noisy[:, None] * NOISY_CELLS
+        if width not in self._ranks:
+            self._ranks[width] = torch.tensor(rank_cells(width), device=self._device)
+        return self._ranks[width] + noisy[:, None] * NOISY_CELLS
+
+    def table(self) -> Tensor:
+        """[cells] f32, calibrated rate by cell, always in the same place."""
+        if not self._current:
+            rates = send(np.asarray(self._calibration.rates, dtype=np.float32), self._device)
+            self._table = rates.clone() if self._table is None else self._table.copy_(rates)
+            self._current = True
+        assert self._table is not None
+        return self._table
 
     def rate(self, chances: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """(rates f32, cells i64), like chances: of candidates with these first cells, depth included. What cannot be right keeps
         the rate of its cell."""
-        if self._table is None:
-            self._table = torch.tensor(self._calibration.rates, dtype=torch.float32, device=self._device)
         cells = (chances * BELOW).long() + base
         # within a cell the likelier candidate goes first; a tie would be decided by how the batch is laid out
-        return self._table[cells] * (chances * TIE + (1 - TIE)), cells
+        return self.table()[cells] * (chances * TIE + (1 - TIE)), cells
 
     def learn(self, draft: HostDraft, tokens: list[int], parents: list[int], taken: set[int]) -> None:
         """tokens, parents, taken: the verified tree, a subset of `draft`, and its accepted nodes."""
@@ -118,7 +131,7 @@ class Scores:
                 self._calibration.record(draft.cells[node], i in taken)
                 if i in taken:
                     mine[i] = node
-        self._table = None
+        self._current = False
 
 
 class HeadDrafter(ABC):
@@ -173,6 +186,10 @@ class HeadDrafter(ABC):
             trees.append((draft.tokens, draft.parents, draft.scores))
         tree = tree_from_lists(trees, [self.name if len(tokens) > 1 else None for tokens, _, _ in trees])
         return drawn_tree(tree, {(live[i], node): law for (i, node), law in laws.items()}, self._device)
+
+    def owes(self, seq: Sequence) -> float:
+        """Seconds that the next draft takes besides drafting: the pairs of the steps in which the head was not asked."""
+        return self._runner.owes(seq)
 
     @abstractmethod
     def _draft(

@@ -11,6 +11,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ from torch import Tensor
 from specdec.cache.kv import Companion
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.draft_kv import DraftStore
-from specdec.spec.head_progress import Job, Pick, Progress
-from specdec.transfer import send, send_all
+from specdec.spec.head_progress import Job, Pick, Progress, is_plain, keep_rows
+from specdec.spec.head_rows import HeadRows
+from specdec.spec.median import Median
+from specdec.transfer import send
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 MAX_ROWS = 2048  # of one pass, bounds its memory
+MANY_PAIRS = 16  # of a pass that tells what one costs
 
 
 class HeadRunner:
@@ -53,12 +57,14 @@ class HeadRunner:
         self.head = head
         self._companion = companion
         self._store = DraftStore(companion)
-        self._tables = tables.numpy()[group]
         self._group, self._size = group, companion.block_size
-        self._wants, self._columns = wants, columns
-        widths = Widths((1, tables.shape[2]), head.config.hidden_size, head.dtype)
-        self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._progress: dict[Sequence, Progress] = {}
+        self.rows = HeadRows(tables.numpy()[group], companion.block_size, self._progress)
+        self._wants, self._columns = wants, columns
+        self.blocks = tables.shape[2]  # of the longest sequence
+        widths = Widths((1, self.blocks), head.config.hidden_size, head.dtype)
+        self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
+        self._pair_times, self._pair_seconds = Median(15), 0.0
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
@@ -68,24 +74,42 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
+        if tree.tokens.shape[1] == 1 and is_plain(plan, self._progress, self._wants):
+            assert forward.taps is not None
+            keep_rows(plan, self._progress, self._own(forward.taps))
+            return
         owners, rows = self._committed_rows(plan, tree, verdict)
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)]
-        if self._columns is not None:
-            taps = taps[:, self._columns]
+        taps = self._own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
         jobs = []
         parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
         for (seq, prefill, count), own in zip(owners, parts, strict=True):
             progress = self._progress[seq]
-            progress.add(own if 4 * count >= len(taps) else own.clone())  # a small view would keep all of them alive
+            progress.add(own if 4 * count >= len(taps) else own.clone(), count)  # a small view would keep all of them alive
             due = self._due(seq, progress, prefill)
             if due > 0:
                 jobs.append(Job(seq, due))
         if jobs:
-            self.run(jobs)
+            self._timed(jobs)
+
+    def _timed(self, jobs: list[Job]) -> None:
+        """Run pairs that no draft waits for, and see what a pair costs."""
+        begin, count = time.perf_counter(), sum(job.count for job in jobs)
+        self.run(jobs)
+        if count >= MANY_PAIRS:
+            self._pair_seconds = self._pair_times.add((time.perf_counter() - begin) / count)
+
+    def owes(self, seq: Sequence) -> float:
+        """Seconds that its pending pairs but the newest, which are run with the next draft, will take; 0 = not known yet."""
+        progress = self._progress.get(seq)
+        return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
+
+    def _own(self, taps: Tensor) -> Tensor:
+        """The columns of the head."""
+        return taps if self._columns is None else taps[:, self._columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
@@ -163,7 +187,7 @@ class HeadRunner:
         for job in jobs:
             taps += self._progress[job.seq].take(job.count)
         features = self.head.fuse(taps[0] if len(taps) == 1 else torch.cat(taps))
-        batch, last = self._causal(jobs)
+        batch, last = self.rows.causal(jobs, self.head.config.mask_token_id or 0, self.head.device)
         if any(job.masks for job in jobs):
             features = self._with_masks(features, jobs)
         hidden, feedback = self.feed(batch, features)
@@ -185,7 +209,7 @@ class HeadRunner:
             tokens=seq.tokens[start:end],
             start=start,
             first=progress.first,
-            table=self.table([seq], end - 1 + cells),
+            table=torch.from_numpy(self.rows.table([seq], end - 1 + cells)),
             target_ids=self.head.target_ids,
             **options,
         )
@@ -196,14 +220,18 @@ class HeadRunner:
         """One pass over rows laid out here or by `Beam`; (hidden, feedback) [T, Hd], valid until the next pass."""
         recorded = self._passes(batch, features) if self._passes is not None else None
         if recorded is None:
-            return self.head.forward(batch, features, self._store)
+            return self.run_rows(batch, features)
         hidden, feedback = recorded
         assert hidden is not None and feedback is not None
         return hidden, feedback
 
+    def run_rows(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The pass itself, op by op: what recordings are made of."""
+        return self.head.forward(batch, features, self._store)
+
     def _recordable(self, inputs: Inputs) -> Outputs:
         assert inputs.features is not None
-        return self.head.forward(inputs.batch, inputs.features, self._store)
+        return self.run_rows(inputs.batch, inputs.features)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence loses its blocks, or is done. What completes blocks that others may find is run first."""
@@ -236,69 +264,3 @@ class HeadRunner:
             index += [*range(first, first + job.count), *[len(features)] * job.masks]
             first += job.count
         return torch.cat((features, self.head.mask_feature[None]))[send(np.array(index, dtype=np.int64), features.device)]
-
-    # -- layout -------------------------------------------------------------------------------------------------------
-
-    def _causal(self, jobs: list[Job]) -> tuple[Batch, Tensor]:
-        """The batch of a ragged pass, and the rows [R] i64 of the last pairs and masks."""
-        mask, ids, cu = self.head.config.mask_token_id or 0, [], [0]
-        last: list[int] = []
-        starts, lengths = [], []
-        for job in jobs:
-            start = self._progress[job.seq].seen
-            ids += [*job.seq.tokens[start : start + job.count], *[mask] * job.masks]
-            starts.append(start)
-            lengths.append(job.count + job.masks)
-            last += range(cu[-1] + job.count - 1, cu[-1] + lengths[-1])
-            cu.append(cu[-1] + lengths[-1])
-        cells = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-        owner = np.repeat([job.seq.request_slot for job in jobs], lengths)
-        seqs = [job.seq for job in jobs]
-        columns: list[np.ndarray] = [
-            np.array([ids, cells, np.zeros_like(cells)], dtype=np.int64),
-            np.array([starts, np.zeros_like(starts), self._first(seqs)], dtype=np.int32),
-            np.array(cu, dtype=np.int32),
-            self._table(seqs, int(cells.max())),
-            self._slots(owner, cells),
-            np.array(last, dtype=np.int64),
-        ]
-        linear, sizes, ends, tables, slots, rows = send_all(columns, self.head.device)
-        input_ids, positions, words = linear.unbind()
-        ctx_lens, tree_len, first_key = sizes.unbind()
-        batch = Batch(
-            input_ids=input_ids,
-            positions=positions,
-            cu_query=ends,
-            ctx_lens=ctx_lens,
-            tree_len=tree_len,
-            tree_mask=words,
-            block_tables=tables,
-            slot_mapping=slots,
-            logit_rows=rows,
-            first_key=first_key,
-        )
-        return batch, rows
-
-    def slots(self, request_slots: np.ndarray, cells: np.ndarray) -> Tensor:
-        """[1, n] i64 flat slots of cells of the sequences in these request slots; cells below 0 are not written."""
-        return send(self._slots(request_slots, cells), self.head.device)
-
-    def _slots(self, request_slots: np.ndarray, cells: np.ndarray) -> np.ndarray:
-        block, offset = np.divmod(cells, self._size)
-        flat = self._tables[request_slots, block].astype(np.int64) * self._size + offset
-        return np.where(cells < 0, -1, flat).reshape(1, -1)
-
-    def table(self, seqs: list[Sequence], last_cell: int) -> Tensor:
-        """[1, B, M] i32 block tables of the sequences, up to the block of `last_cell`."""
-        return send(self._table(seqs, last_cell), self.head.device)
-
-    def _table(self, seqs: list[Sequence], last_cell: int) -> np.ndarray:
-        rows = self._tables[[seq.request_slot for seq in seqs], : last_cell // self._size + 1]
-        return np.ascontiguousarray(rows)[None]
-
-    def first(self, seqs: list[Sequence]) -> Tensor:
-        """[B] i32, the first key that draft rows of each sequence see."""
-        return send(self._first(seqs), self.head.device)
-
-    def _first(self, seqs: list[Sequence]) -> np.ndarray:
-        return np.array([self._progress[seq].first for seq in seqs], dtype=np.int32)

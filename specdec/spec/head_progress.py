@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
+    from specdec.types import StepPlan
 
 MAX_PENDING = 512  # features a sequence keeps while nobody drafts for it
 
@@ -29,10 +31,10 @@ class Progress:
     pending: int = 0
     marked: int = 0  # whole blocks recorded as holding the head's KV
 
-    def add(self, taps: Tensor) -> None:
-        """Taps of the next positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
+    def add(self, taps: Tensor, count: int) -> None:
+        """Taps of the next `count` positions. Beyond MAX_PENDING the oldest are dropped, and with them everything before."""
         self.taps.append(taps)
-        self.pending += len(taps)
+        self.pending += count
         excess = self.pending - MAX_PENDING
         if excess > 0:
             self.take(excess)
@@ -61,3 +63,21 @@ class Job:
     seq: Sequence
     count: int
     masks: int = 0
+
+
+def is_plain(plan: StepPlan, progress: Mapping[Sequence, Progress], wants: Callable[[Sequence], bool]) -> bool:
+    """Whether every sequence of a step without drafts ran one row, goes on, and is known here: plain decoding, as most steps are."""
+    for share in plan.scheduled:
+        seq = share.seq
+        if not share.samples or share.num_new + share.rerun > 1 or seq.finish_reason is not None:
+            return False
+        if seq not in progress or not wants(seq):
+            return False
+    return True
+
+
+def keep_rows(plan: StepPlan, progress: Mapping[Sequence, Progress], taps: Tensor) -> None:
+    """All that a head does in a plain step: row b is the feature of sequence b, and none is run."""
+    rows = (taps,) if len(plan.scheduled) == 1 else taps.split(1)
+    for share, row in zip(plan.scheduled, rows, strict=True):
+        progress[share.seq].add(row if len(rows) <= 4 else row.clone(), 1)  # a small view would keep all of them alive

@@ -56,7 +56,6 @@ class Query(NamedTuple):
 class _State:
     own: TokenIndex
     prediction: TokenIndex | None
-    draft: Draft | None = None  # what was proposed last, until observed
 
 
 Compiled = Callable[[list[TokenIndex], Query, "array[float]"], tuple[list[int], list[int], list[float], list[int]]]
@@ -92,7 +91,17 @@ class LookupDrafter(ABC):
         self.oldest_first = oldest_first
         self._compiled = compiled
         self._states: dict[Sequence, _State] = {}
+        self._drafts: dict[Sequence, Draft] = {}  # what was proposed last, until observed
         self.corpus = self._read_corpus(context)
+
+    def outlook(self, seq: Sequence) -> float:
+        """About how likely the first token drafted would be: as the longest match found at once lets expect. 0: no match, no draft."""
+        state = self._current(seq)
+        if self._guess(seq, state):
+            return self._expected(LONGEST)
+        newest = seq.tokens[-LONGEST:]
+        hits = [hit for index in self._sources(state) for hit in index.matches(newest, 1, LONGEST)]
+        return self._expected(max(hits)[0]) if hits else 0.0
 
     def propose(self, shares: tuple[Scheduled, ...], sampling: SamplingState | None) -> DraftTree:
         """Trees for `shares`; a lookup that finds nothing gives the root alone."""
@@ -102,20 +111,17 @@ class LookupDrafter(ABC):
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Learn acceptance rates from what was verified; a cut by an end token or a limit says nothing."""
-        shares = plan.sampling
-        if not any(state is not None and state.draft is not None for state in map(self._states.get, (share.seq for share in shares))):
+        if not self._drafts:
             return
-        for share, kept, done in zip(shares, outcomes(tree, verdict), verdict.host.finish, strict=True):
-            state = self._states.get(share.seq)
-            if state is None or state.draft is None:
-                continue
-            if kept and not done:
-                state.draft.learn(kept, self.calibration)
-            state.draft = None
+        for share, kept, done in zip(plan.sampling, outcomes(tree, verdict), verdict.host.finish, strict=True):
+            draft = self._drafts.pop(share.seq, None)
+            if draft is not None and kept and not done:
+                draft.learn(kept, self.calibration)
 
     def reset(self, seq: Sequence) -> None:
         """Forget the index of a sequence; it is rebuilt from its tokens if it comes back."""
         self._states.pop(seq, None)
+        self._drafts.pop(seq, None)
 
     def new_index(self, tokens: list[int] | None = None) -> TokenIndex:
         """An empty index in this drafter's backend; over `tokens` when given, a list that only grows."""
@@ -141,17 +147,27 @@ class LookupDrafter(ABC):
 
     def _draft(self, share: Scheduled) -> Draft:
         seq, budget = share.seq, share.budget
+        state = self._current(seq)
+        depth = min(budget.depth, seq.remaining - 1, budget.nodes - 1)
+        query = Query(depth, budget.nodes, budget.width, tuple(seq.end_ids), self._guess(seq, state))
+        if depth < 1:
+            return Draft([seq.tokens[-1]], [-1], [1.0], [-1])
+        draft = self._search(self._sources(state), query, seq)
+        if len(draft.tokens) > 1:
+            self._drafts[seq] = draft
+        return draft
+
+    def _current(self, seq: Sequence) -> _State:
         state = self._states.get(seq) or self._open(seq)
         state.own.update(len(seq.tokens) - 1)  # without the newest token: the suffix must not find itself
-        depth = min(budget.depth, seq.remaining - 1, budget.nodes - 1)
-        guess = seq.prediction if state.prediction is not None and seq.num_output == 0 else ()
-        query = Query(depth, budget.nodes, budget.width, tuple(seq.end_ids), guess)
-        draft = Draft([seq.tokens[-1]], [-1], [1.0], [-1])
-        if depth > 0:
-            predicted = [] if state.prediction is None else [state.prediction]
-            draft = self._search([*predicted, state.own, *self._shared()], query, seq)
-        state.draft = draft if len(draft.tokens) > 1 else None
-        return draft
+        return state
+
+    def _guess(self, seq: Sequence, state: _State) -> tuple[int, ...]:
+        return seq.prediction if state.prediction is not None and seq.num_output == 0 else ()
+
+    def _sources(self, state: _State) -> list[TokenIndex]:
+        predicted = [] if state.prediction is None else [state.prediction]
+        return [*predicted, state.own, *self._shared()]
 
     def _open(self, seq: Sequence) -> _State:
         prediction = None
@@ -176,6 +192,10 @@ class LookupDrafter(ABC):
 
     def _shared(self) -> list[TokenIndex]:
         return [] if self.corpus is None else [self.corpus]
+
+    @abstractmethod
+    def _expected(self, length: int) -> float:
+        """Rate of a first token that nothing speaks against, after a match of `length` tokens."""
 
     @abstractmethod
     def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:

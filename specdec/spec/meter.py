@@ -7,6 +7,8 @@ from collections import deque
 from specdec.spec.cost import StepCost
 from specdec.types import StepStats
 
+WINDOW = 128  # steps that the gain is told of
+
 
 class Meter:
     """cost: the model to correct, None = nothing is measured."""
@@ -16,7 +18,8 @@ class Meter:
         self._decoding = 0  # sequences that the last budget was for
         self._drafting = 0.0  # seconds spent in drafters since
         self._last_step = -1
-        self._window: deque[tuple[float, float]] = deque(maxlen=128)  # (plain seconds for what was committed, real seconds)
+        self._window: deque[tuple[float, float]] = deque()  # (plain seconds for what was committed, real seconds)
+        self._plain, self._real = 0.0, 0.0  # their sums
 
     def drafted(self, seconds: float) -> None:
         """A drafter took this long."""
@@ -34,9 +37,16 @@ class Meter:
         self._cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
         mean = stats.context // stats.num_sampling
         plain = self._cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self._cost.attention(1, mean)
-        self._window.append((plain * stats.committed / stats.num_sampling, stats.step_seconds))
+        self._measured(plain * stats.committed / stats.num_sampling, stats.step_seconds)
+
+    def _measured(self, plain: float, real: float) -> None:
+        """One more step; the sums go along, since they are read in every step."""
+        self._window.append((plain, real))
+        self._plain, self._real = self._plain + plain, self._real + real
+        if len(self._window) > WINDOW:
+            before = self._window.popleft()
+            self._plain, self._real = self._plain - before[0], self._real - before[1]
 
     def gain(self) -> float | None:
         """Speed over what plain decoding should take for the same tokens, over recent steps; None before any."""
-        real = sum(seconds for _, seconds in self._window)
-        return sum(plain for plain, _ in self._window) / real if real > 0 else None
+        return self._plain / self._real if self._window and self._real > 0 else None

@@ -45,6 +45,9 @@ class NgramDrafter(LookupDrafter):
         super().__init__("ngram", context, levels, calibration, candidates=CANDIDATES, compiled=draft, oldest_first=oldest_first)
         self.ngram_max = high
 
+    def _expected(self, length: int) -> float:
+        return self.calibration.rates[_cell(length, 1, 0)]
+
     def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:
         rates = self.calibration.rates
         for length, continuation in sorted(matches, key=lambda m: -min(m.length, self.ngram_max)):

@@ -4,21 +4,23 @@ Before planning, `budget` picks a drafter per sequence and an upper bound of nod
 that maximise expected committed tokens per second of the batch, with measured costs (`cost`) and the drafter's scores
 corrected by how honest they proved (`acceptance`); nothing is kept where plain decoding is best. A ledger per sequence bounds
 what drafting can lose, and a drafter that collapses on all of them is off until probes show that it recovered (`watch`).
+A step without drafts has to stay what it is without speculation: who would draft nothing, or what would be cut to nothing anyway, is
+not asked (`_hopeless`), and a drafter no depth of which pays is looked at again after a pause (`SequenceRecord.rest`).
 `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step; a collapse is only reported.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.config import SpecConfig
 from specdec.spec.acceptance import band_of, synthesise
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
-from specdec.spec.choice import PROBE_NODES, choose, paying_depth, widest
+from specdec.spec.choice import PROBE_NODES, choose, least_chance, paying_depth, widest
 from specdec.spec.cost import StepCost, measure_costs
 from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
@@ -32,9 +34,19 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
-LIAR = 0.1  # a band of scores that delivers less than this share of its promise is not believed at all, until a probe
 HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
-REFRESH = 16  # steps for which the widest sensible budget is kept while the batch stays as it is
+OWED = 0.9  # largest share of a draft's time that is put down to what was owed
+REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
+
+
+class Bounds(NamedTuple):
+    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
+    least_chance: of the likeliest node. row: seconds of the first row more."""
+
+    batch: int
+    widest: int
+    least_chance: float
+    row: float
 
 
 class SpecPolicy:
@@ -48,7 +60,8 @@ class SpecPolicy:
         self.experience = Experience(config, proposers, warn_only=self.fixed)
         self._skipped: Counter[str] = Counter()
         self._token_seconds = 1.0  # of plain decoding in the current batch: one sequence's share of a step
-        self._widest_known = (0, 0, 1)  # steps ago, batch size, answer of _widest
+        self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
+        self._owed: defaultdict[str, float] = defaultdict(float)  # seconds besides drafting that this step's drafts take, by drafter
         self._meter = Meter(cost)
 
     # -- before planning ----------------------------------------------------------------------------------------------
@@ -60,27 +73,27 @@ class SpecPolicy:
         if not self.proposers or not decoding:
             return {}
         self.experience.watch.tick()
-        widest = self._widest([seq.num_computed for seq in decoding])
-        return {seq: self._budget_one(seq, widest, len(decoding)) for seq in decoding}
+        self._owed.clear()
+        self._look([seq.num_computed for seq in decoding])
+        return {seq: self._budget_one(seq, len(decoding)) for seq in decoding}
 
-    def _widest(self, contexts: Seq[int]) -> int:
-        """Most nodes per sequence worth planning; 1 = drafting cannot pay in this batch."""
+    def _look(self, contexts: Seq[int]) -> None:
+        """What the current batch allows, looked at anew when its size changes and now and then."""
         if self.fixed or self.cost is None:
-            return self.config.nodes
+            return
         batch = len(contexts)
         self._token_seconds = plain_seconds(contexts, self.cost) / batch
-        since, size, nodes = self._widest_known
-        if size != batch or since >= REFRESH:
-            since, nodes = 0, widest(contexts, self.cost)
-        self._widest_known = (since + 1, batch, nodes)
-        return nodes
+        self._bounds_age += 1
+        if self._bounds.batch != batch or self._bounds_age > REFRESH:
+            row = self.cost.base(batch + 1, batch) - self.cost.base(batch, batch)
+            self._bounds, self._bounds_age = Bounds(batch, widest(contexts, self.cost), least_chance(contexts, self.cost), row), 1
 
-    def _budget_one(self, seq: Sequence, widest: int, batch: int) -> SpecBudget:
+    def _budget_one(self, seq: Sequence, batch: int) -> SpecBudget:
         state = self.experience.state(seq)
-        state.drafter, state.probe, limits = None, False, state.limits
+        state.drafter, state.probe, state.owed, limits = None, False, 0.0, state.limits
         state.ledger.steps += 1
         for record in state.records.values():
-            record.idle += 1
+            record.step()
         nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
@@ -89,15 +102,31 @@ class SpecPolicy:
             return self._skip(reason)
         name = names[0]
         if not self.fixed:
-            nodes = min(nodes, widest)
-            name, depth, reason = self._choose(state, names, min(depth, nodes - 1), batch)
+            nodes = min(nodes, self._bounds.widest)
+            name, depth, reason = self._choose(state, seq, names, min(depth, nodes - 1), batch)
         if depth < 1:
             return self._skip(reason)
         state.drafter = name
         proposer = self.proposers[name]
+        hopeless = "" if self.fixed else self._hopeless(state, seq, name)
+        if hopeless:
+            self.experience.saw_nothing(state, name)
+            return self._skip(hopeless)
+        self._owed[name] += state.owed
         return SpecBudget(name, nodes, depth, limits.width, getattr(proposer, "feeds", False), self._floor(name, batch))
 
-    def _choose(self, state: State, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
+    def _hopeless(self, state: State, seq: Sequence, name: str) -> str:
+        """Why what `name` would draft need not even be asked for, or "": it would be cut to nothing."""
+        outlook = getattr(self.proposers[name], "outlook", None)
+        chance = 1.0 if outlook is None else outlook(seq)
+        if chance == 0.0:
+            return "no_match"
+        record = state.records[name]
+        if chance >= 1.0 or state.probe or name in self.experience.watch.comparisons or record.probe_due():
+            return ""
+        return "policy" if chance * record.believed(band_of(chance)) < self._bounds.least_chance else ""
+
+    def _choose(self, state: State, seq: Sequence, names: list[str], deepest: int, batch: int) -> tuple[str, int, str]:
         """(drafter, depth, why it is 0). Where the best drafter costs too much to try, a cheaper one may not."""
         watch = self.experience.watch
         if watch.off:
@@ -110,10 +139,10 @@ class SpecPolicy:
             names = [n for n in names if n not in watch.off]
             if not names:
                 return "", 0, "collapsed"
-        name, depth = names[0], 0
+        name, depth, names = names[0], 0, [n for n in names if not state.records[n].rest]
         while names and depth < 1:
             name = choose(names, state.records, state.ledger.steps)
-            depth = self._depth(state, name, deepest, batch)
+            depth = self._depth(state, seq, name, deepest, batch)
             names = [n for n in names if n != name]
         return name, depth, "policy"
 
@@ -127,19 +156,28 @@ class SpecPolicy:
         self._skipped[reason] += 1
         return NO_DRAFT
 
-    def _depth(self, state: State, name: str, deepest: int, batch: int) -> int:
+    def _depth(self, state: State, seq: Sequence, name: str, deepest: int, batch: int) -> int:
         """How deep to draft. A cheap drafter drafts as deep as it may and is trimmed after; a costly one must pay first."""
         headroom = state.ledger.headroom() * self._token_seconds
-        if headroom <= 0.0 or deepest < 1:
+        if headroom <= 0.0 or headroom < self._bounds.row or deepest < 1:
             return 0
-        unit = self.experience.drafters[name].seconds_per_depth
+        unit, on_trial = self.experience.drafters[name].seconds_per_depth, name in self.experience.watch.comparisons
+        state.owed = 0.0 if on_trial else self.owes(name, seq)  # on trial it is to be seen at work
         if unit == 0.0 and getattr(self.proposers[name], "needs_hidden", False):
             return min(deepest, PROBE_NODES - 1)  # what a pass of its network costs here is not known yet
-        if unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
+        if state.owed + unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
-        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch)
+        headroom -= state.owed  # it must be affordable, yet is no part of what one draft costs: the next ones gain by it
+        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial)
+        if paying == 0 and not on_trial:
+            state.records[name].dismiss()
         looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
         return max(paying, min(deepest, int(headroom / unit))) if looks else paying
+
+    def owes(self, name: str, seq: Sequence) -> float:
+        """Seconds that a draft would take besides drafting."""
+        owes = getattr(self.proposers[name], "owes", None)
+        return 0.0 if owes is None else owes(seq)
 
     def _floor(self, name: str, batch: int) -> float:
         """Chance of a node below which the drafter's next pass and the row of its child cost more than the child wins."""
@@ -154,6 +192,7 @@ class SpecPolicy:
         """`name` took `seconds` to draft these trees."""
         self._meter.drafted(seconds)
         deepest = max(max(depths) for depths in tree.host.depth)
+        seconds -= min(self._owed[name], OWED * seconds)
         self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
@@ -194,7 +233,7 @@ class SpecPolicy:
         record = state.records[name]
         if raw[1] <= 0.0:
             synthesise(raw, parents, count, record.rates)
-        factors = [f if (f := record.reliability.factor(band)) >= LIAR else 0.0 for band in range(3)]
+        factors = [record.believed(band) for band in range(3)]
         probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
         if probe:
             count = min(count, PROBE_NODES)
@@ -211,7 +250,7 @@ class SpecPolicy:
         state, name = self.experience.states.get(share.seq), share.budget.drafter
         if state is None or name is None or share.budget.nodes < 2:
             return
-        drafting = self.experience.drafters[name].seconds_per_depth * max(1, drafted[1])
+        drafting = self.experience.drafters[name].seconds_per_depth * max(1, drafted[1]) + state.owed
         if drafting > CHEAP * self._token_seconds:  # what little a lookup takes must not use up what drafts may risk
             seconds += drafting
         spent = seconds / self._token_seconds

@@ -62,10 +62,12 @@ class Proposer(Protocol):
     """A drafter. `shares` are the sampling sequences the policy gave to this drafter, with their budgets.
 
     max_len: sequences longer than this many tokens are not drafted for (skip reason "draft_len"); None = no limit.
-    Four attributes may be absent. feeds (absent: False): see `SpecBudget`. looks (absent: False): it stops drafting below the
-    budget's floor. disabled (absent: None): why it must never draft,
-    e.g. a draft head of another target (skip reason "disabled"). promise (absent: 0): tokens it is expected to win per step,
-    before there is any evidence.
+    Six attributes may be absent. feeds (absent: False): see `SpecBudget`. looks (absent: False): it stops drafting below the
+    budget's floor. disabled (absent: None): why it must never draft, e.g. a draft head of another target (skip reason
+    "disabled"). promise (absent: 0): tokens it is expected to win per step, before there is any evidence. owes(seq) (absent: 0):
+    seconds that the next draft takes besides drafting, for what was put off. outlook(seq) (absent: 1): about the chance of the
+    likeliest token it would draft for the sequence as it is now, 0 where it certainly has none; cheap, since it is asked in
+    every step in which the drafter is chosen, so that steps without drafts stay plain ones.
     """
 
     name: str

@@ -93,6 +93,9 @@ class SuffixDrafter(LookupDrafter):
     def _shared(self) -> list[TokenIndex]:
         return self.past.indexes() + LookupDrafter._shared(self)
 
+    def _expected(self, length: int) -> float:
+        return max(self.calibration.rates[_cell(length, votes, votes)] for votes in (1, 2, 4))
+
     def _grow(self, trie: DraftTrie, matches: list[Match], query: Query) -> None:
         """Vote level by level, best branch first, from the matches at least half as long as the longest."""
         if not matches:

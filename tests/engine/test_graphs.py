@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 from specdec import boot
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.runner.graphs import ROWS, SEQUENCES, Outputs, fitting
 from specdec.types import Batch
 from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run
@@ -63,6 +63,27 @@ def test_heads_draft_the_same(method: str, verify: str, recordings: Recordings) 
     assert logs[0].accepted == logs[1].accepted
     for name in REQUESTS:
         assert outputs[0][name].outputs[0].token_ids == outputs[1][name].outputs[0].token_ids, name
+
+
+@pytest.mark.parametrize(
+    "shape", [heads.tree("eagle3"), heads.chain("eagle3"), heads.tree("eagle3", nodes=24, depth=4, width=5)], ids=("tree", "chain", "wide")
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_recorded_draft_is_the_same_draft(shape: SpecConfig, temperature: float, recordings: Recordings) -> None:
+    """Three sequences, padded to four, then fewer as they end: as many drafts, as many of them right, the same tokens."""
+    params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True)
+    requests = {f"r{n}": ([n, *P], replace(params, max_tokens=n)) for n in (18, 24, 30)}
+    logs, found = [Log(), Log()], []
+    for eager, log in zip((True, False), logs, strict=True):
+        target = engine(shape, dtype="bfloat16", enforce_eager=eager)
+        found.append(run(target, requests, log=log))
+    made = target.proposers["eagle3"]._recorded._made
+    assert {shape.batch for shape in made} == {1, 2, 4}
+    assert {shape.samples for shape in made} == {temperature > 0}
+    assert logs[1].drafted == logs[0].drafted > 0
+    assert abs(logs[1].accepted - logs[0].accepted) <= (0 if temperature == 0 else 2), "the race is over all tokens there"
+    for name in requests:
+        assert found[1][name].outputs[0].token_ids == found[0][name].outputs[0].token_ids, name
 
 
 def test_prompt_logprobs_and_long_prompts_go_without(recordings: Recordings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,3 +85,19 @@ def test_the_host_one_step_behind(kind: str, eager: bool) -> None:
     for name in requests:
         assert other[name].outputs[0].token_ids == found[name].outputs[0].token_ids, name
     assert other["alone"].outputs[0].token_ids == found["sampled"].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_recorded_drafts_change_no_token(method: str, temperature: float) -> None:
+    """Requests that are no more than a temperature, whose drafts are one replay."""
+    options = {"device": "cuda", "dtype": "float32", "deterministic": True, "kv_cache_bytes": 1 << 26}
+    params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True)
+    requests = {f"r{n}": ([n, *P], replace(params, max_tokens=n)) for n in (18, 24, 30)}
+    off, logs = run(engine(**options), requests), (Log(), Log())
+    for eager, log in zip((True, False), logs, strict=True):
+        on = run(engine(heads.tree(method, 24, 4, 5), enforce_eager=eager, **options), requests, log=log)
+        for name in requests:
+            assert on[name].outputs[0].token_ids == off[name].outputs[0].token_ids, name
+    assert logs[1].drafted == logs[0].drafted > 0
+    assert abs(logs[1].accepted - logs[0].accepted) <= 2

@@ -66,6 +66,12 @@ def test_blocks_filled_without_a_head_hide_their_keys(method: str) -> None:
     target.step()
     (progress,) = runner._progress.values()
     assert (progress.first, progress.seen, progress.pending) == (52, 56, 1)
+    (seq,) = runner._progress
+    runner._pair_seconds = 1e-3
+    assert runner.owes(seq) == 0.0  # the pair of the newest token is part of any draft
+    progress.pending += 9
+    assert runner.owes(seq) == pytest.approx(9e-3)
+    progress.pending -= 9
     target.close()
     assert not runner._progress
 

@@ -58,8 +58,11 @@ def test_same_trees_through_a_whole_life(name, data, prompt, future, prediction)
         if not live:
             break
         shares = tuple(share(forks[i], nodes, data.draw(st.integers(1, 40)), width, name) for i in live)
+        outlooks = [[drafter.outlook(forks[i]) for i in live] for drafter in drafters]
+        assert outlooks[0] == outlooks[1]
         trees = [drafter.propose(shares, None) for drafter in drafters]
         assert facts(trees[0]) == facts(trees[1])
+        assert all(outlook > 0 or count == 1 for outlook, count in zip(outlooks[0], trees[0].num_nodes.tolist(), strict=True))
         verdict = judge(trees[0], [futures[i][done[i] :] for i in live])
         for i, count in zip(live, verdict.num_accepted.tolist(), strict=True):
             new = futures[i][done[i] : done[i] + count + 1]

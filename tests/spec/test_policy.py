@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.spec.acceptance import MAX_DEPTH, DepthRates, DrafterRecord, Ledger, Reliability, SequenceRecord, expected_tokens, synthesise
-from specdec.spec.choice import paying_depth, widest
+from specdec.spec.acceptance import (
+    MAX_DEPTH,
+    TRIED,
+    DepthRates,
+    DrafterRecord,
+    Ledger,
+    Reliability,
+    SequenceRecord,
+    expected_tokens,
+    synthesise,
+)
+from specdec.spec.allocate import Candidate, allocate
+from specdec.spec.choice import least_chance, paying_depth, widest
 from specdec.spec.limits import Limits, limits_of
+from specdec.spec.median import Median
 from specdec.spec.policy import SpecPolicy, make_policy
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.types import NO_DRAFT, Scheduled, SpecBudget, StepStats
@@ -207,7 +220,7 @@ def test_fixed_asks_for_exactly_these_numbers():
 
 
 def test_reasons_are_counted():
-    made = SpecPolicy(SpecConfig(method="auto"), {"ngram": Fake("ngram", max_len=5)}, LineCost())
+    made = SpecPolicy(SpecConfig(method="auto"), {"ngram": Fake("ngram", max_len=5)}, LineCost(per_row=2.5e-4))
     last, long, refused, fine = sequence([1], max_total=2), sequence([1] * 6), sequence([1]), sequence([1, 2])
     refused.params = SamplingParams(speculation={"method": "off"})
     prefilling = sequence([1, 2, 3])
@@ -357,6 +370,74 @@ def test_widest_follows_the_cost_of_rows():
     assert widest([100] * 16, LoadCost()) == 1
     middle = widest([100], LineCost())
     assert 8 <= middle <= 32
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("cost", [LineCost(per_key=1e-6), LineCost(per_row=1e-5), LoadCost(), RowLoadCost()])
+def test_no_tree_below_the_least_chance_pays(cost, batch):
+    contexts = [100] * batch
+    least = least_chance(contexts, cost)
+    for nodes in (2, 3, 4, 6, 8, 12, 16):
+        for drafting in (1, batch):
+            trees = [Candidate([1.0] + [max(0.0, least - 1e-9)] * (nodes - 1 if b < drafting else 0), 100, 1e9) for b in range(batch)]
+            assert all(kept == [0] for kept in allocate(trees, cost).kept)
+
+
+def test_who_can_draft_nothing_is_not_asked():
+    """No match, a match that promises too little, and one that promises enough; a probe that is due goes ahead all the same."""
+    drafter = Fake("ngram")
+    made = SpecPolicy(SpecConfig(method="auto", nodes=16, depth=15, width=2), {"ngram": drafter}, LineCost(per_row=1e-3))
+    seq = sequence([1, 2])
+    for outlook, reason in ((0.0, {"no_match": 1}), (0.05, {"policy": 1}), (0.6, {})):
+        drafter.outlook = lambda seq, outlook=outlook: outlook
+        drafts = made.budget([seq], None)[seq].nodes > 1
+        assert made.take_skipped() == reason and drafts == (not reason)
+    drafter.outlook = lambda seq: 0.05
+    made.experience.states[seq].records["ngram"].idle = 1000
+    assert made.budget([seq], None)[seq].nodes > 1
+
+
+def test_a_drafter_that_does_not_pay_rests_longer_each_time_and_comes_back():
+    record, waits = SequenceRecord(DrafterRecord()), []
+    for _ in range(7):
+        record.dismiss()
+        waits.append(record.rest)
+    assert waits == [1, 2, 4, 8, 16, 16, 16]
+    for _ in range(SequenceRecord.REST):
+        record.step()
+    assert record.rest == 0
+    record.verified(1, probe=False)
+    record.dismiss()
+    assert record.rest == 1
+
+
+def test_what_a_drafter_won_overrules_what_its_depths_promise():
+    drafter, cost = DrafterRecord(), LineCost()
+    record = SequenceRecord(drafter)
+    for _ in range(20):
+        record.rates.record(1, True)
+    assert paying_depth(record, 1e-3, 4, 1.0, cost.base(1, 1), cost, 1) > 0
+    for _ in range(TRIED):
+        record.value.record(-0.3)
+        drafter.value.record(-0.3)
+    assert paying_depth(record, 1e-3, 4, 1.0, cost.base(1, 1), cost, 1) == 0
+    welcome = [SequenceRecord(drafter) for _ in range(8)]
+    for other in welcome:
+        other.idle = SequenceRecord.FIRST
+    assert sum(other.trial_due() for other in welcome) == 2  # every fourth sequence tries it soon
+    for other in welcome:
+        other.idle = SequenceRecord.LATER
+    assert all(other.trial_due() for other in welcome)
+
+
+def test_median_of_the_latest():
+    dice, median = random.Random(1), Median(7)
+    latest: list[float] = []
+    for _ in range(60):
+        latest.append(dice.choice([1.0, 2.0, dice.random()]))
+        assert median.add(latest[-1]) == statistics.median(latest[-7:])
+    median.clear()
+    assert median.add(3.0) == 3.0
 
 
 def test_costly_drafter_drafts_as_deep_as_it_pays():
