@@ -1,7 +1,7 @@
 """Tree attention on the GPU against the time to read its keys and values: one JSON record a cell in results/kernels-attention.jsonl.
 
     python bench/kernels_attention.py [--contexts 8192 32768] [--batch 1 8] [--nodes 1 8 32 64] [--group 4 8] [--kv bf16 fp8]
-        [--cut chosen early=1 keys=64,stages=4]
+        [--cut chosen merged=0 least=1,alone=0 keys=64,stages=4]
 
 A call is one layer with 8 KV heads of 128. Calls run inside a CUDA graph, over as many copies of the cache as make them read past L2, and
 the time of a call is that of a replay over its calls: median, with the 20th and 80th percentile. Beside it, in the same run, a kernel

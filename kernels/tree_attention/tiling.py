@@ -12,6 +12,13 @@ a latency: reckoning that as a microsecond, a seventieth of R. Hence enough spli
 or two of four, in one wave, each split at least two tiles long. It costs its partial result written and read, M·hd·8 bytes, against the
 2·hd·w·L/S of its keys: at M = 64, L = 8192, S = 16 and bfloat16 a quarter of them, out of L2.
 
+The argument for who merges: a launch of its own for the merge takes 3.1 to 3.3 µs of a decode step on an H200, whose kernels before it
+take 5 to 6. The program that comes last at a tile can merge it at once: a store, an atomic and a load more, each a trip to L2, reckoned
+at 1.6 µs. But it merges alone, so only as much as it holds in two goes (`MERGED`); with more a launch of many programs is faster.
+
+The argument for short contexts: a tile adds about 0.4 µs to a program's chain of loads and products, so up to some six tiles, of which
+those with a mask count two more, one program is done before splits would be merged; from there on splits of two tiles each.
+
 Measured on an H200 before the tiles of whole warp groups: 1.1 to 1.4 times the bound for 32,768 keys, one node or 64; of 8 nodes × group 8,
 a program a processor of eight warps that all did the same softmax, 1.75. What is here now has not been timed.
 """
@@ -21,26 +28,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_SPLITS = 32  # the merge takes them in one go
+MERGED = 16384  # numbers that the last program of a tile merges; more go to a launch of their own
 HOPPER_SHARED = 200_000  # bytes; only cards from Hopper on have as much, and products that take their operands from it
 FIXED_SPLIT = 1024  # keys a split of the fixed-order kernel: a part of its definition
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """packed: rows × query heads a program; keys: a tile; splits: programs that share a row tile's keys; early: their merge is launched
-    while they still run (Hopper), which no card has timed yet."""
+    """packed: rows × query heads a program; keys: a tile; splits: programs that share a row tile's keys, at most; merged: numbers that the
+    last of them merges at most; least: tiles a split has at least; alone: tiles up to which one program of those takes all."""
 
     packed: int
     keys: int
     warps: int
     stages: int
     splits: int = 1
-    early: bool = False
+    merged: int = MERGED
+    least: int = 2
+    alone: int = 8
 
 
 def power_of_two(n: int) -> int:
     """The smallest at or above n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def merged_at_once(cut: Tiling, used: int, splits: int, hd: int) -> int:
+    """Pairs of a row and a head that the last program of a tile with `used` of them merges at a time; 0 = a launch of its own merges."""
+    each = power_of_two(splits) * power_of_two(hd)
+    if splits == 1 or used * each > cut.merged:
+        return 0
+    return min(power_of_two(used), max(1, 2048 * cut.warps // each))  # 64 numbers a thread
 
 
 def fast(

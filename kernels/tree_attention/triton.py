@@ -1,4 +1,4 @@
-"""Paged attention in Triton for prefill, decode, chains and trees of a ragged batch: one kernel, and a merge where keys are split.
+"""Paged attention in Triton for prefill, decode, chains and trees of a ragged batch: one kernel, and for large tiles a merge of splits.
 
 A program owns a tile of rows of one sequence, one KV head, and one of the splits of the keys that the tile sees (flash-decoding). The
 query heads that share the KV head are packed with the rows into the M dimension of the products (m = row * group + head), so a decode
@@ -7,7 +7,8 @@ key tiles that every row sees whole, without a mask, then the others: window or 
 
 Tile and splits are chosen by the host from shapes alone (`tiling.py`, with the argument in numbers), so that a CUDA graph may hold the
 launches. Where the splits lie is found on the device: each takes an equal share, in whole key tiles and at least two, of what its row
-tile sees; those left without keys note that and leave.
+tile sees. Of a small tile the program that comes last merges all splits, in their order and from what memory holds of them, its own
+included, so the bits do not depend on who that is; those left without keys are not waited for. Of a large one a second launch does.
 
 Not a fixed order: tiles are in slot order (tree nodes by index, not by depth), and tile and split sizes depend on T and B.
 """
@@ -21,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling, triton_parts
@@ -38,6 +38,7 @@ from specdec.kernels.tree_attention.triton_parts import (
 )  # fmt: skip
 from specdec.kernels.triton_common import dot
 from specdec.kernels.triton_fp8 import from_cache, handed
+from specdec.kernels.triton_gemm import zeroed
 
 __all__ = ["rejects", "tree_attention"]
 
@@ -80,23 +81,27 @@ def tree_attention(
     cut = tiling.fast(rows, sequences, group, kv_heads, hd, q.element_size(), stored, longest=longest, shared=shared, processors=processors)
     splits = splits or cut.splits
     parts = workspace(q, splits, rows) if splits > 1 else (out, out, out)
+    tiles = rows // (cut.packed // group) + sequences + 1
+    at_once = tiling.merged_at_once(cut, min(-(-rows // max(sequences, 1)) * group, cut.packed), splits, hd)
     unit = math.gcd(k_cache.stride(0), k_cache.stride(1))
-    _attend[((rows // (cut.packed // group) + sequences + 1) * splits * kv_heads,)](
-        out, *parts, q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
+    _attend[(tiles * splits * kv_heads,)](
+        out, *parts, zeroed(tiles * kv_heads, q.device) if at_once else ctx_lens,
+        q, handed(k_cache), handed(v_cache), block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
         q if sinks is None else sinks, ctx_lens if first is None else first,
-        rows, sequences, kv_heads, splits, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
+        rows, sequences, kv_heads, splits, cut.least, cut.alone, scale * kv_scales[0] * LOG2E.value, kv_scales[1], window or 0,
         q.stride(0), q.stride(1), k_cache.stride(0) // unit, k_cache.stride(1) // unit, k_cache.stride(2), block_table.stride(0),
         UNIT=unit, BLOCK=block, GROUP=group, HD=hd, PACKED=cut.packed, KEYS=cut.keys, EDGE=min(cut.keys, 64),
         SEQUENCES=tiling.power_of_two(sequences + 1),
-        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1, EARLY=cut.early,
+        HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1,
+        CHUNK=tiling.power_of_two(splits) if at_once else 0, PART=at_once,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1 and not at_once:
         chunk, pairs = tiling.power_of_two(splits), rows * heads
         part = max(1, MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
         _merge_few[(triton.cdiv(pairs, part),)](
             out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
-            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None, EARLY=cut.early, launch_pdl=cut.early,
+            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None,
         )  # fmt: skip
     return out
 
@@ -146,14 +151,16 @@ def _ranges(position, valid, ctx, nodes, window, lowest, KEYS: tl.constexpr, WIN
 
 
 @triton.jit
-def _share(begin, stop, split, splits, KEYS: tl.constexpr):
-    """The slot positions [low, high) of one split: equal shares in whole tiles, at least two; low >= high where nothing is left.
+def _share(begin, stop, split, splits, least, alone, KEYS: tl.constexpr):
+    """The slot positions [low, high) of one split, low >= high where nothing is left, and how many splits have a share, which may be nothing.
+
+    Shares are equal, in whole tiles, at least `least` of them; up to `alone` the first split takes all.
 
     What needs a mask lies mostly at the end and is not read ahead: it counts as two tiles more."""
     tiles = (stop - begin + KEYS - 1) // KEYS + 2
-    used = tl.maximum(tl.minimum(splits, tiles // 2), 1)
+    used = tl.where(tiles <= alone, 1, tl.maximum(tl.minimum(splits, tiles // least), 1))
     low = tl.where(split < used, begin + split * tiles // used * KEYS, stop)
-    return low, tl.minimum(begin + (split + 1) * tiles // used * KEYS, stop)
+    return low, tl.minimum(begin + (split + 1) * tiles // used * KEYS, stop), used
 
 
 @triton.jit
@@ -238,18 +245,65 @@ def _edge_tiles(
     return top, norm, acc
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "window"])
+@triton.jit
+def _merged(
+    acc_parts, top_parts, norm_parts, sinks, pair, head, there, used, pairs, splits, v_scale,
+    HD: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """[PART, HD]: (row, head) pairs from all their splits, sinks counted once; 0 where a pair is there but not used.
+
+    All loads are asked for at once, what no split wrote included: its weight is 0.
+    """
+    split, column = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(HD))
+    at = split[:, None] * pairs + pair[None, :]
+    inside = (split < splits)[:, None] & there[None, :]
+    place = at.to(tl.int64)[:, :, None] * HD + column[None, None, :]
+    mask = inside[:, :, None] & (column < HD)[None, None, :]
+    part = tl.load(acc_parts + place, mask=mask, other=0.0, cache_modifier=".cg")
+    norms = tl.load(norm_parts + at, mask=inside, other=0.0, cache_modifier=".cg")
+    tops = tl.load(top_parts + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    tops = tl.where(used[None, :], tops, float("-inf"))
+    top = tl.max(tops, 0)
+    sink = tl.full(top.shape, float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(tops - base[None, :])
+    norm = tl.sum(tl.where(weight > 0.0, norms * weight, 0.0), 0) + tl.exp2(sink - base)
+    acc = tl.sum(tl.where(weight[:, :, None] > 0.0, part * weight[:, :, None], 0.0), 0)
+    return acc / tl.where(used, norm, 1.0)[:, None] * v_scale
+
+
+@triton.jit
+def _merge_tile(
+    out, acc_parts, top_parts, norm_parts, sinks, first, count, own, heads, pairs, splits, v_scale,
+    GROUP: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the `count` packed rows of a tile, from row `first` on, of one KV head."""
+    column = tl.arange(0, triton.next_power_of_2(HD))
+    for start in tl.range(0, count, PART, num_stages=1):
+        packed = start + tl.arange(0, PART)
+        head, there = own * GROUP + packed % GROUP, packed < count
+        pair = (first + packed // GROUP) * heads + head
+        acc = _merged(
+            acc_parts, top_parts, norm_parts, sinks, pair, head, there, there, pairs, splits, v_scale, HD, CHUNK, SINKS
+        )  # fmt: skip
+        _write(out, pair, column, acc, there[:, None] & (column < HD)[None, :], HD)
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "least", "alone", "window"])
 def _attend(
-    out, acc_parts, top_parts, norm_parts, q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
-    sinks, first, rows, sequences, kv_heads, splits, scale, v_scale, window, q_row, q_head, kv_block, kv_slot, kv_head, table_row,
+    out, acc_parts, top_parts, norm_parts, counters,
+    q_base, k_base, v_base, block_table, cu_query, ctx_lens, tree_len, tree_mask, positions,
+    sinks, first, rows, sequences, kv_heads, splits, least, alone, scale, v_scale, window,
+    q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, SEQUENCES: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
-    keys, those that need a mask in tiles of EDGE."""
-    if EARLY:
-        gdc_launch_dependents()
+    keys, those that need a mask in tiles of EDGE. PART: pairs that the last split merges at a time; 0 = a launch of its own merges."""
     own = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads % splits
     tile = tl.program_id(0) // kv_heads // splits
@@ -262,7 +316,7 @@ def _attend(
     mask = valid[:, None] & (column < HD)[None, :]
     acc = tl.zeros([PACKED, column.shape[0]], tl.float32)
     if b == sequences:
-        if not SPLIT:  # the merge writes the zeros of the padding rows
+        if not SPLIT or (PART and split == 0):  # the merge writes the zeros of the padding rows
             _write(out, pair, column, acc, mask, HD)
     elif tl.max(valid.to(tl.int32), 0) == 1:
         ctx, nodes = tl.load(ctx_lens + b), tl.load(tree_len + b)
@@ -271,15 +325,16 @@ def _attend(
         word = tl.load(tree_mask + row, mask=valid, other=0)  # asked for with the positions: a wait less before the first keys
         q = load_query(q_base, row, head, mask, q_row, q_head, column, HALF)
         lower, begin, whole, tail, stop = _ranges(position, valid, ctx, nodes, window, lowest, KEYS, WINDOW, FIRST)
-        from_slot = begin
+        from_slot, used = begin, splits
         if SPLIT:
-            from_slot, stop = _share(begin, stop, split, splits, KEYS)
+            from_slot, stop, used = _share(begin, stop, split, splits, least, alone if PART else 0, KEYS)
             at = split * rows * heads + pair
         top, norm = tl.full([PACKED], float("-inf"), tl.float32), tl.zeros([PACKED], tl.float32)
         if from_slot < stop:
-            if SINKS and not SPLIT:
-                top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-                norm = norm + 1.0
+            if SINKS and (PART or not SPLIT):  # a merge counts them itself
+                sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+                top = tl.where(used == 1, sink, top)
+                norm = norm + tl.where(used == 1, 1.0, 0.0)
             k, v = k_base + own * kv_head, v_base + own * kv_head
             table = block_table + b.to(tl.int64) * table_row
             whole = tl.minimum(tl.maximum(whole, from_slot), stop)
@@ -291,46 +346,33 @@ def _attend(
                 q, k, v, table, from_slot, whole, tail, stop, word, position, ctx, nodes, lower, lowest, window, top, norm, acc, scale,
                 kv_block, kv_slot, UNIT, BLOCK, HD, EDGE, WINDOW, FIRST,
             )  # fmt: skip
-            if SPLIT:
-                tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
-            else:
+            if (PART or not SPLIT) and used == 1:
                 _write(out, pair, column, acc / tl.where(valid, norm, 1.0)[:, None] * v_scale, mask, HD)
-        if SPLIT:
+            elif SPLIT:
+                tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
+        if SPLIT and (not PART or (split < used and used > 1)):
             tl.store(top_parts + at, top, mask=valid)
             tl.store(norm_parts + at, norm, mask=valid)
+        if PART and split < used and used > 1:
+            tl.debug_barrier()  # every thread's results before the one thread's release
+            counter = counters + tile * kv_heads + own
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.store(counter, 0)  # as it was found
+                count = tl.sum(valid.to(tl.int32), 0)
+                _merge_tile(
+                    out, acc_parts, top_parts, norm_parts, sinks, tl.min(row, 0), count, own, heads, rows * heads, used, v_scale,
+                    GROUP, HD, CHUNK, PART, SINKS,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs", "sequences", "splits"])
 def _merge_few(
     out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
     HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pairs / PART): out of (row, head) pairs from all their splits, sinks counted once; padding rows become 0.
-
-    All loads are asked for at once, what no split wrote included: its weight is 0.
-    """
+    """Grid (pairs / PART): out of (row, head) pairs; padding rows become 0."""
     pair = tl.program_id(0) * PART + tl.arange(0, PART)
-    split, column = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(HD))
-    at = split[:, None] * pairs + pair[None, :]
-    there = (split < splits)[:, None] & (pair < pairs)[None, :]
-    place = at.to(tl.int64)[:, :, None] * HD + column[None, None, :]
-    if EARLY:  # until everything that the splits wrote is there
-        gdc_wait()
-    part = tl.load(acc_parts + place, mask=there[:, :, None] & (column < HD)[None, None, :], other=0.0)
-    norms = tl.load(norm_parts + at, mask=there, other=0.0)
-    tops = tl.load(top_parts + at, mask=there, other=float("-inf"))
-    used = (pair < pairs) & (pair // HEADS < tl.load(cu_query + sequences))
-    tops = tl.where(used[None, :], tops, float("-inf"))
-    top = tl.max(tops, 0)
-    sink = tl.full([PART], float("-inf"), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + pair % HEADS, mask=used, other=0.0).to(tl.float32) * LOG2E
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(tops - base[None, :])
-    norm = tl.sum(tl.where(weight > 0.0, norms * weight, 0.0), 0) + tl.exp2(sink - base)
-    acc = tl.sum(tl.where(weight[:, :, None] > 0.0, part * weight[:, :, None], 0.0), 0)
-    acc = acc / tl.where(used, norm, 1.0)[:, None] * v_scale
-    place = pair.to(tl.int64)[:, None] * HD + column[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(pair < pairs)[:, None] & (column < HD)[None, :])
+    column, there = tl.arange(0, triton.next_power_of_2(HD)), pair < pairs
+    used = there & (pair // HEADS < tl.load(cu_query + sequences))
+    acc = _merged(acc_parts, top_parts, norm_parts, sinks, pair, pair % HEADS, there, used, pairs, splits, v_scale, HD, CHUNK, SINKS)
+    _write(out, pair, column, acc, there[:, None] & (column < HD)[None, :], HD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, st
 from specdec.kernels.kv_fp8 import FP8, encode, gather, inverse
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.rope import reference as rope_reference
-from specdec.kernels.tree_attention import matmul, reference
+from specdec.kernels.tree_attention import matmul, reference, tiling
 from tests.kernels.device import DEVICE, on
 from tests.kernels.matrix import poisoned
 
@@ -130,6 +131,14 @@ TREES = {"one": [0], "chain": chain(64), "star": star(64), "tree": random_tree(3
 SHAPES = [(1, 64, 32), (3, 64, 16), (4, 128, 16), (8, 64, 32)]  # group, head size, block
 
 
+@pytest.fixture(params=[{"merged": 1 << 20, "alone": 0, "least": 1}, {"merged": 0}, {}], ids=["last", "launch", "usual"])
+def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whom splits are merged: the last program of a tile, a launch of its own, as the tiling says."""
+    chosen = tiling.fast
+    monkeypatch.setattr(tiling, "fast", lambda *args, **kwargs: replace(chosen(*args, **kwargs), **request.param))
+
+
+@pytest.mark.usefixtures("merging")
 @pytest.mark.parametrize("splits", [2, 5])
 @pytest.mark.parametrize(("tree", "shape"), list(zip(TREES, SHAPES, strict=True)), ids=list(TREES))
 def test_forced_splits(tree: str, shape: tuple[int, int, int], splits: int) -> None:
@@ -152,12 +161,14 @@ def test_tiles_of_128_keys(kv: torch.dtype, nodes: int, splits: int) -> None:
     assert _error(batch, {"scale": 0.125, "window": 300}, splits=splits) < limit
 
 
+@pytest.mark.usefixtures("merging")
 @pytest.mark.parametrize("options", [{"window": 130}, {"first": torch.tensor([290, 2], dtype=torch.int32)}, {"window": 3}], ids=str)
 def test_forced_splits_with_hidden_keys(options: dict[str, Any]) -> None:
     batch = _attention([Rows(300, tree=tuple(random_tree(16, 2))), Rows(90, 12)], 4, 32, 16, torch.float32, torch.float32)
     assert _error(batch, {"scale": 0.2} | options, splits=3) < 5e-6
 
 
+@pytest.mark.usefixtures("merging")
 def test_padding_rows_are_zero_with_splits() -> None:
     batch = _attention([Rows(300)], 4, 32, 16, torch.float32, torch.float32)
     batch["q"] = torch.cat((batch["q"], torch.full((5, 8, 32), torch.nan)))
