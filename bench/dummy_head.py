@@ -32,7 +32,7 @@ def dummy_head(target: LoadedModel, kind: str, directory: Path) -> str:
         rope=c.rope,
         vocab_size=c.vocab_size,
         draft_vocab_size=min(DRAFT_VOCAB, c.vocab_size),
-        taps=default_taps(c.num_layers),
+        taps=default_taps(c.num_layers) if c.num_layers > 4 else (0, c.num_layers),
         windows=(None,),
         mask_token_id=0 if kind == "peagle" else None,
     )

@@ -24,13 +24,15 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
     assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
 
 
-def test_a_record_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiny(model: str, batch: int, accept: list[float], eager: bool, wait: bool) -> EngineConfig:
-        return config_of(checkpoint(), batch, accept, eager, wait, "cpu").with_(load_format="auto", max_model_len=128)
+@pytest.mark.parametrize("method", [None, "eagle3", "peagle"])
+def test_a_record_for_every_batch(method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny(model: str, batch: int, accept: list[float], eager: bool, wait: bool, head: tuple[str, str] | None = None) -> EngineConfig:
+        config = config_of(checkpoint(), batch, accept, eager, wait, head, device="cpu")
+        return config.with_(load_format="auto", max_model_len=128)
 
     for name, value in {"PROMPT": 40, "OUTPUT": 60, "config_of": tiny, "floor": lambda target: 1.0}.items():
         monkeypatch.setattr(decode, name, value)
-    found = list(decode.records("any", [1, 2], [], 4, eager=True, wait=False))
+    found = list(decode.records("any", [1, 2], [1.0, 0.5], 4, method, eager=True, wait=False))
     assert [r["batch"] for r in found] == [1, 2]
     assert all(r["pass_ms"] is None for r in found)  # nothing is recorded here
 

@@ -153,9 +153,9 @@ def _ranges(position, valid, ctx, nodes, window, lowest, KEYS: tl.constexpr, WIN
 
 @triton.jit
 def _share(begin, stop, split, splits, least, alone, KEYS: tl.constexpr):
-    """The slot positions [low, high) of one split, low >= high where nothing is left; how many have a share, which may be nothing.
+    """The slot positions [low, high) of one split, low >= high where nothing is left, and how many splits have a share, maybe an empty one.
 
-    Shares are equal, in whole tiles, at least `least` of them; up to `alone` the first takes all.
+    Shares are equal, in whole tiles, at least `least` of them; up to `alone` the first split takes all.
 
     What needs a mask lies mostly at the end and is not read ahead: it counts as two tiles more."""
     tiles = (stop - begin + KEYS - 1) // KEYS + 2
@@ -293,6 +293,26 @@ def _merge_tile(
         _write(out, pair, column, acc, there[:, None] & (column < HD)[None, :], HD)
 
 
+@triton.jit
+def _hand_over(
+    out, acc_parts, top_parts, norm_parts, counter, sinks, at, top, norm, row, valid, split, used, own, heads, rows, v_scale,
+    GROUP: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Leaves what a split found of its share; where no launch of its own merges, the split of a tile that comes last does."""
+    if not PART or (split < used and used > 1):
+        tl.store(top_parts + at, top, mask=valid)
+        tl.store(norm_parts + at, norm, mask=valid)
+    if PART and split < used and used > 1:
+        tl.debug_barrier()  # every thread's results before the one thread's release
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.store(counter, 0)  # as it was found
+            count = tl.sum(valid.to(tl.int32), 0)
+            _merge_tile(
+                out, acc_parts, top_parts, norm_parts, sinks, tl.min(row, 0), count, own, heads, rows * heads, used, v_scale,
+                GROUP, HD, CHUNK, PART, SINKS,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "sequences", "kv_heads", "splits", "least", "alone", "window"])
 def _attend(
     out, acc_parts, top_parts, norm_parts, counters,
@@ -305,11 +325,9 @@ def _attend(
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
     keys, those that need a mask in tiles of EDGE. PART: pairs that the last split merges at a time; 0 = a launch of its own merges."""
-    own = tl.program_id(0) % kv_heads
-    split = tl.program_id(0) // kv_heads % splits
-    tile = tl.program_id(0) // kv_heads // splits
-    heads = kv_heads * GROUP
-    packed = tl.arange(0, PACKED)
+    own, rest = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    split, tile = rest % splits, rest // splits
+    heads, packed = kv_heads * GROUP, tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
     if EARLY != _AHEAD:
         after_launches(EARLY)
@@ -355,19 +373,11 @@ def _attend(
                 _write(out, pair, column, acc / tl.where(valid, norm, 1.0)[:, None] * v_scale, mask, HD)
             elif SPLIT:
                 tl.store(acc_parts + at.to(tl.int64)[:, None] * HD + column[None, :], acc, mask=mask)
-        if SPLIT and (not PART or (split < used and used > 1)):
-            tl.store(top_parts + at, top, mask=valid)
-            tl.store(norm_parts + at, norm, mask=valid)
-        if PART and split < used and used > 1:
-            tl.debug_barrier()  # every thread's results before the one thread's release
-            counter = counters + tile * kv_heads + own
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                tl.store(counter, 0)  # as it was found
-                count = tl.sum(valid.to(tl.int32), 0)
-                _merge_tile(
-                    out, acc_parts, top_parts, norm_parts, sinks, tl.min(row, 0), count, own, heads, rows * heads, used, v_scale,
-                    GROUP, HD, CHUNK, PART, SINKS,
-                )  # fmt: skip
+        if SPLIT:
+            _hand_over(
+                out, acc_parts, top_parts, norm_parts, counters + tile * kv_heads + own, sinks, at, top, norm, row, valid, split, used,
+                own, heads, rows, v_scale, GROUP, HD, CHUNK, PART, SINKS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs", "sequences", "splits"])

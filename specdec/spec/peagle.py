@@ -21,11 +21,13 @@ from specdec.spec.growth import Growth, beam_widths
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, Pick, depth_cells, numbered
 from specdec.spec.head_kv import HeadRunner
 from specdec.spec.proposer import register
+from specdec.spec.recorded_growth import RecordedDrafts
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
+    from specdec.spec.proposer import DrafterContext
 
 Choice = tuple[int, float, int]
 """A candidate of one depth: token, rate, cell."""
@@ -36,12 +38,19 @@ class PEagle(HeadDrafter):
 
     name = "peagle"
 
+    def __init__(self, context: DrafterContext):
+        super().__init__(context)
+        self._recorded = RecordedDrafts(self, self._runner, context.recorder) if context.recorder is not None else None
+
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
         trained = self.head.config.num_depths
         depths = [min(d, trained) if trained else d for d in depths]
-        if self.head.config.transition:
+        follows = self.head.config.transition > 0
+        if self._recorded is not None and (follows or chain(shares)) and self._recorded.fit(shares, depths, sampling):
+            return self._recorded.drafts(shares, depths[0], sampling), {}
+        if follows:
             stepper = _Transitions(self._runner, [s.seq for s in shares], depths)
             beams = beam_widths(shares, self)
             return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=False).drafts()
@@ -112,6 +121,11 @@ class _Transitions:
         self._row += 1
         rows = self._hidden[self._row].repeat_interleave(tokens.shape[1], 0)
         return self._head.logits(self._head.follow(rows, tokens.flatten()))
+
+
+def chain(shares: list[Scheduled]) -> bool:
+    """Whether all trees are: then laws that know nothing of each other grow depth by depth as any do."""
+    return all(s.budget.width == 1 for s in shares)
 
 
 def best_first(root: int, options: list[list[Choice]], nodes: int, end_ids: frozenset[int]) -> HostDraft:

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts of a batch as one replay: `growth` recorded for one shape, with everything that changes in tensors of its own.
+"""Drafts of a batch as one replay: `growth` recorded for one shape, with everything that changes in tensors of its own.
 
 Op by op a depth is some forty launches, which take longer than a small head's work. Recorded are all passes behind the first, the races
 for candidates (`ops.draft_topk` over the head's output layer, the whole draft vocabulary), the next beams and the choice of nodes. A
@@ -8,6 +8,7 @@ sequence, which write what that writes anyway. Batches that differ within, and r
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,121 +47,159 @@ class Shape:
 
 
 class RecordedDrafts:
-    """The recorded drafts of one head."""
+    """The recorded drafts of one head. A head that feeds its own state back runs a beam, the other one has all its rows already."""
 
     def __init__(self, drafter: HeadDrafter, runner: HeadRunner, recorder: Callable[[], Recorder]):
         self._drafter, self._runner, self._record = drafter, runner, recorder()
-        self._made: dict[Shape, tuple[_Inputs, Callable[[], Outputs]]] = {}
+        self._made: dict[Shape, tuple[Recorded, Callable[[], Outputs]]] = {}
 
     def fit(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
         """Whether a recording can make these drafts."""
         head, budget = self._drafter.head, shares[0].budget
+        method = head.lm_head.method
         alike = all(s.budget.width == budget.width and s.budget.nodes == budget.nodes for s in shares) and len(set(depths)) == 1
         plain = all(sampling.only_temperature(s.seq.request_slot) for s in shares)
-        return (
-            alike
-            and plain
-            and depths[0] > 1
-            and self._drafter.noise_coupled
-            and isinstance(head.lm_head.method, Dense)
-            and head.lm_head.method.weight.dtype == head.dtype
-            and fitting(SEQUENCES, len(shares)) is not None
-        )
+        dense = isinstance(method, Dense) and method.weight.dtype == head.dtype
+        return alike and plain and dense and depths[0] > 1 and self._drafter.noise_coupled and len(shares) <= SEQUENCES[-1]
 
     def drafts(self, shares: list[Scheduled], depth: int, sampling: SamplingState) -> list[HostDraft]:
         """Trees within the budgets, which are all alike."""
         count, budget = len(shares), shares[0].budget
-        size = fitting(SEQUENCES, count)
-        assert size is not None
+        size = fitting(SEQUENCES, count) or count
         samples = sampling.samples([s.seq.request_slot for s in shares])
         shape = Shape(size, budget.nodes, depth, budget.width, beam(budget), samples, sampling.end_ids.data_ptr())
-        hidden, feedback = self._runner.extend([s.seq for s in shares])
+        self._drafter.scores.table()  # up to date before it is read
         padded = shares + [shares[0]] * (size - count)
-        rows = beam_rows(self._runner.rows, [s.seq for s in padded], beam_widths(padded, self._drafter), [depth] * size)
-        table = self._drafter.scores.table()
         if shape not in self._made:
-            inputs = _Inputs(rows, self._runner.blocks, hidden, size)
-            inputs.fill(rows, padded, hidden, feedback)
-            grown = _Recorded(self._drafter, inputs, self._runner, padded, depth, sampling)
-            self._made[shape] = inputs, self._record(lambda: (likeliest(grown.layers(), size, budget.nodes),))
-        inputs, replay = self._made[shape]
-        inputs.fill(rows, padded, hidden, feedback)
-        (picked,) = replay()
-        assert picked is not None and table is self._drafter.scores.table()
+            kind = Fed if self._drafter.feeds else Followed
+            made = kind(self._drafter, self._runner, padded, depth, sampling)
+            made.fill(shares, padded)
+            self._made[shape] = made, self._record(lambda: (likeliest(made.layers(), size, budget.nodes),))
+        else:
+            self._made[shape][0].fill(shares, padded)
+        (picked,) = self._made[shape][1]()
+        assert picked is not None
         lists = Fetch([picked]).lists()[0] if picked.is_cuda else picked.tolist()
         return trees(lists, [s.seq.tokens[-1] for s in shares], [budget.nodes] * count)
 
 
-class _Inputs:
-    """What a recording reads, at fixed addresses. rows: of a batch of its shape. blocks: of the longest sequence."""
+class Recorded(Growth):
+    """Growth over tensors at fixed addresses; instead of logits the steps hand over what the output layer reads.
 
-    def __init__(self, rows: list[np.ndarray], blocks: int, hidden: Tensor, batch: int):
-        device = hidden.device
-        shapes = [*(array.shape for array in rows[:-1]), (1, batch, blocks)]
-        made = [torch.zeros(s, dtype=torch.from_numpy(a).dtype, device=device) for s, a in zip(shapes, rows, strict=True)]
-        self.rows = BeamRows(*made)
-        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.hidden, self.feedback = (hidden.new_zeros((batch, hidden.shape[1])) for _ in range(2))
+    padded: the sequences of the recording's size, as in `fill`. It is a stepper too, its own.
+    """
 
-    def fill(self, rows: list[np.ndarray], shares: list[Scheduled], hidden: Tensor, feedback: Tensor) -> None:
-        """hidden, feedback: of the sequences without padding."""
-        slots = np.array([s.seq.request_slot for s in shares], dtype=np.int64)
-        *sent, tables, places = send_all([*rows, slots], self.slots.device)
-        for own, arrived in zip(self.rows[:-1], sent, strict=True):
-            own.copy_(arrived)
-        self.rows.tables[:, :, : tables.shape[2]].copy_(tables)
-        self.slots.copy_(places)
-        for own, values in ((self.hidden, hidden), (self.feedback, feedback)):
-            own[: len(values)].copy_(values)
-            own[len(values) :].copy_(values[:1].expand(len(own) - len(values), -1))
-
-
-class _Recorded(Growth):
-    """Growth over the inputs of a recording; instead of logits the steps hand over what the output layer reads."""
-
-    def __init__(
-        self, drafter: HeadDrafter, inputs: _Inputs, runner: HeadRunner, shares: list[Scheduled], depth: int, sampling: SamplingState
-    ):
-        self._inputs, self._runner = inputs, runner
-        self._samples = sampling.samples([s.seq.request_slot for s in shares])
-        method = drafter.head.lm_head.method
+    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
+        head, method = drafter.head, drafter.head.lm_head.method
         assert isinstance(method, Dense)
-        self._weight, self._ids = method.weight, drafter.head.target_ids
-        super().__init__(drafter, self, shares, [depth] * len(shares), sampling, beams=beam_widths(shares, drafter), looks=False)
+        self._runner, self._head, self._depth, self._drafter = runner, head, depth, drafter
+        self._weight, self._ids = method.weight, head.target_ids
+        self._samples = sampling.samples([s.seq.request_slot for s in padded])
+        self._slots = torch.zeros(len(padded), dtype=torch.int64, device=head.device)
+        super().__init__(drafter, self, padded, [depth] * len(padded), sampling, beams=beam_widths(padded, drafter), looks=False)
+
+    @abstractmethod
+    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
+        """Run what is pending of the sequences, and set the inputs. padded: shares, then copies of the first."""
+
+    @abstractmethod
+    def begin(self) -> Tensor:
+        """[B, Hd] behind the newest token of each sequence."""
+
+    @abstractmethod
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """[B * width, Hd], as in `Stepper`."""
 
     def layers(self) -> list[Layer]:
         """The candidates of every depth."""
         self._load()
         return self._run()
 
-    def _load(self) -> None:
-        slots = self._inputs.slots
-        self.ends = self.sampling.end_ids[slots][:, None, :]
-        self.base = self.rated.base(self.sampling.noisy[slots], self.width)[:, None]
-        self.ranked = self.allowed = None
-
-    # -- the steps ------------------------------------------------------------------------------------------------------
-
-    def begin(self) -> Tensor:
-        """[B, Hd]"""
-        self._beam, self._feedback = Beam(self._runner.run_rows, self._inputs.rows), self._inputs.feedback
-        return self._inputs.hidden
-
     def keep(self, index: Tensor) -> None:
         """All trees are equally deep."""
         raise AssertionError
+
+    def _load(self) -> None:
+        self.ends = self.sampling.end_ids[self._slots][:, None, :]
+        self.base = self.rated.base(self.sampling.noisy[self._slots], self.width)[:, None]
+        self.ranked = self.allowed = None
+
+    def _choose(self, logits: Tensor, tips: TipRows) -> tuple[Tensor, Tensor]:
+        sampling, slots = self.sampling, self._slots
+        slots = slots.repeat_interleave(len(logits) // len(slots)) if len(logits) > len(slots) else slots
+        keys = sampling.seed[slots], sampling.length[slots] + tips.depth, sampling.choice[slots]
+        noisy, hidden = sampling.noisy[slots] if self._samples else None, logits.to(self._weight.dtype)
+        law = hidden, self._weight, sampling.temperature[slots], self._ids
+        ids, chances, _ = ops.draft_topk(*law, *keys, noisy, rng.TARGET, self.race.share, self.width)
+        return ids, chances
+
+
+def _padded(own: Tensor, values: Tensor) -> None:
+    """Into own [B, any] the fewer rows of values, then copies of the first."""
+    own[: len(values)].copy_(values)
+    own[len(values) :].copy_(values[:1].expand(len(own) - len(values), *values.shape[1:]))
+
+
+def _request_slots(shares: list[Scheduled]) -> np.ndarray:
+    return np.array([s.seq.request_slot for s in shares], dtype=np.int64)
+
+
+class Fed(Recorded):
+    """EAGLE-3: every depth but the last is a pass of the head over a beam."""
+
+    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
+        super().__init__(drafter, runner, padded, depth, sampling)
+        rows, device, size = self._layout(padded), self._head.device, (len(padded), self._head.config.hidden_size)
+        shapes = [*(array.shape for array in rows[:-1]), (1, len(padded), runner.blocks)]
+        dtypes = [torch.from_numpy(array).dtype for array in rows]
+        self._beam_rows = BeamRows(*(torch.zeros(shape, dtype=d, device=device) for shape, d in zip(shapes, dtypes, strict=True)))
+        self._hidden, self._first_feedback = (torch.zeros(size, dtype=self._head.dtype, device=device) for _ in range(2))
+
+    def _layout(self, padded: list[Scheduled]) -> list[np.ndarray]:
+        return beam_rows(self._runner.rows, [s.seq for s in padded], beam_widths(padded, self._drafter), [self._depth] * len(padded))
+
+    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
+        """See `Recorded`."""
+        hidden, feedback = self._runner.extend([s.seq for s in shares])
+        *sent, tables, slots = send_all([*self._layout(padded), _request_slots(padded)], self._head.device)
+        for own, arrived in zip(self._beam_rows[:-1], sent, strict=True):
+            own.copy_(arrived)
+        self._beam_rows.tables[:, :, : tables.shape[2]].copy_(tables)
+        self._slots.copy_(slots)
+        _padded(self._hidden, hidden)
+        _padded(self._first_feedback, feedback)
+
+    def begin(self) -> Tensor:
+        """[B, Hd]"""
+        self._beam, self._feedback = Beam(self._runner.run_rows, self._beam_rows), self._first_feedback
+        return self._hidden
 
     def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """[B * width, Hd]"""
         hidden, self._feedback = self._beam.advance(self._feedback, tokens, parents)
         return hidden
 
-    def _choose(self, logits: Tensor, tips: TipRows) -> tuple[Tensor, Tensor]:
-        sampling, slots = self.sampling, self._inputs.slots
-        slots = slots.repeat_interleave(len(logits) // len(slots)) if len(logits) > len(slots) else slots
-        noisy = sampling.noisy[slots] if self._samples else None
-        keys = sampling.seed[slots], sampling.length[slots] + tips.depth, sampling.choice[slots], noisy
-        hidden = logits.to(self._weight.dtype)
-        share = self.race.share
-        ids, chances, _ = ops.draft_topk(hidden, self._weight, sampling.temperature[slots], self._ids, *keys, rng.TARGET, share, self.width)
-        return ids, chances
+
+class Followed(Recorded):
+    """P-EAGLE: the rows of all depths come from one pass; the transition, where there is one, is recorded."""
+
+    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
+        super().__init__(drafter, runner, padded, depth, sampling)
+        size = (len(padded), depth, self._head.config.hidden_size)
+        self._hidden = torch.zeros(size, dtype=self._head.dtype, device=self._head.device)
+
+    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
+        """See `Recorded`."""
+        states, _ = self._runner.extend([s.seq for s in shares], [self._depth - 1] * len(shares))
+        _padded(self._hidden, states.view(len(shares), self._depth, -1))
+        self._slots.copy_(send_all([_request_slots(padded)], self._head.device)[0])
+
+    def begin(self) -> Tensor:
+        """[B, Hd]"""
+        self._row = 0
+        return self._hidden[:, 0].contiguous()
+
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """[B * width, Hd]"""
+        self._row += 1
+        return self._head.follow(self._hidden[:, self._row].repeat_interleave(tokens.shape[1], 0), tokens.flatten())

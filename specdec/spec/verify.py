@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from specdec.logprobs import token_logprobs
 from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.spec import rejection
+from specdec.transfer import send
 from specdec.types import STUCK, DraftTree, Scheduled, Verdict
 
 
@@ -96,7 +98,7 @@ class Verifier:
     def _forced(self, rows: RowInfo, sampling: SamplingState) -> Tensor:
         """[R] bool: first children (the best path) accepted at the configured rates, given that their parent is."""
         conditional = [b / a if a > 0 else 0.0 for a, b in zip((1.0, *self.rates), self.rates, strict=False)]
-        table = torch.tensor([1.0, *conditional, 0.0], dtype=torch.float64, device=rows.device)
+        table = send(np.array([1.0, *conditional, 0.0]), rows.device)
         rate = table[rows.depth.clamp(max=len(table) - 1)]
         slot = rows.slot
         coins = ops.philox_uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], rng.SYNTH)

@@ -65,9 +65,16 @@ def test_heads_draft_the_same(method: str, verify: str, recordings: Recordings) 
         assert outputs[0][name].outputs[0].token_ids == outputs[1][name].outputs[0].token_ids, name
 
 
-@pytest.mark.parametrize(
-    "shape", [heads.tree("eagle3"), heads.chain("eagle3"), heads.tree("eagle3", nodes=24, depth=4, width=5)], ids=("tree", "chain", "wide")
-)
+DRAFTED = {
+    "tree": heads.tree("eagle3"),
+    "chain": heads.chain("eagle3"),
+    "wide": heads.tree("eagle3", nodes=24, depth=4, width=5),
+    "parallel chain": heads.chain("peagle"),
+    "following": heads.tree("peagle", head=heads.random_head("peagle", transition=24)),
+}
+
+
+@pytest.mark.parametrize("shape", DRAFTED.values(), ids=DRAFTED)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_recorded_draft_is_the_same_draft(shape: SpecConfig, temperature: float, recordings: Recordings) -> None:
     """Three sequences, padded to four, then fewer as they end: as many drafts, as many of them right, the same tokens."""
@@ -77,7 +84,7 @@ def test_a_recorded_draft_is_the_same_draft(shape: SpecConfig, temperature: floa
     for eager, log in zip((True, False), logs, strict=True):
         target = engine(shape, dtype="bfloat16", enforce_eager=eager)
         found.append(run(target, requests, log=log))
-    made = target.proposers["eagle3"]._recorded._made
+    made = target.proposers[shape.method]._recorded._made
     assert {shape.batch for shape in made} == {1, 2, 4}
     assert {shape.samples for shape in made} == {temperature > 0}
     assert logs[1].drafted == logs[0].drafted > 0
