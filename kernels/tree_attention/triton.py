@@ -108,6 +108,19 @@ def tree_attention(
 
 
 @triton.jit
+def _located(
+    tile, packed, cu_query, rows, sequences, ROWS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """As `locate`, and what the launches before have written is there. Where rows lie is older than the launch before, which wrote q."""
+    if EARLY != _AHEAD:
+        after_launches(EARLY)
+    b, row, valid = locate(tile, packed, cu_query, rows, sequences, ROWS, GROUP, SEQUENCES)
+    if EARLY == _AHEAD:
+        after_launches(EARLY)
+    return b, row, valid
+
+
+@triton.jit
 def _visible(slot, position, low, high, ctx, nodes, stop, window, lowest, WINDOW: tl.constexpr, FIRST: tl.constexpr):
     """[M, KEYS] bool: which slot positions each packed row sees. slot [KEYS]; position (-1: none) and halves of the word [M]."""
     node = slot - ctx
@@ -329,11 +342,7 @@ def _attend(
     split, tile = rest % splits, rest // splits
     heads, packed = kv_heads * GROUP, tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    if EARLY != _AHEAD:
-        after_launches(EARLY)
-    b, row, valid = locate(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
-    if EARLY == _AHEAD:  # the rows' places are older than the launch before, which wrote q, K or V
-        after_launches(EARLY)
+    b, row, valid = _located(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES, EARLY)
     head = own * GROUP + packed % GROUP
     pair = row * heads + head
     mask = valid[:, None] & (column < HD)[None, :]
