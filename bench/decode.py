@@ -1,13 +1,15 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
+        [--pdl 0 1 2 3] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
 they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
 layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind. Beside the step its parts as the
 host sees them, the recorded pass of the target alone, replayed back to back (`pass_ms`), and the time that its weights take at the rate of
-a plain read, which no step can be faster than. Appends to `bench/results/decode.jsonl`.
+a plain read, which no step can be faster than. `--pdl`: how launches begin before the last one has ended (`triton_common.early`), 0 = not
+at all. `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to `bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ import torch
 
 from bench.cuda_timing import read_microseconds
 from bench.dummy_head import HEADS, dummy_head
+from bench.kernels_attention import cut_as
 from bench.schema import ROOT, append, environment
 from specdec.boot import build_engine, load_target
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
@@ -129,17 +134,39 @@ def floor(target: LoadedModel) -> float:
     return sum(method.nbytes for method in methods) / (1 << 30) * gigabyte
 
 
+@contextmanager
+def launched(pdl: int | None, cut: str) -> Iterator[None]:
+    """How kernels are launched within, in passes recorded there too; None and "chosen" = as shipped."""
+    from specdec.kernels import triton_common  # needs Triton
+
+    before = triton_common.early_launches
+    triton_common.early_launches = before if pdl is None else pdl
+    try:
+        with cut_as(cut):
+            yield
+    finally:
+        triton_common.early_launches = before
+
+
 def records(
-    model: str, batches: list[int], accept: list[float], steps: int, method: str | None = None, **how: bool
+    model: str,
+    batches: list[int],
+    accept: list[float],
+    steps: int,
+    method: str | None = None,
+    launches: Sequence[tuple[int | None, str]] = ((None, "chosen"),),
+    **how: bool,
 ) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences . model: a name in MODELS. how: eager, wait."""
+    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least = round(floor(target), 3)
     head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
-    for batch in batches:
-        engine = decoding(config_of(directory(model), batch, accept, head=head, **how), target)
-        case = {"bench": "decode", "model": model, "accept": accept, "head": method, **how, "floor_ms": least}
-        yield case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
+    for batch, (pdl, cut) in product(batches, launches):
+        case = {"bench": "decode", "model": model, "accept": accept, "head": method, **how, "floor_ms": least, "pdl": pdl, "cut": cut}
+        with launched(pdl, cut):
+            engine = decoding(config_of(directory(model), batch, accept, head=head, **how), target)
+            found = case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
+        yield found
         engine.close()
         del engine
         gc.collect()
@@ -157,13 +184,24 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument(
+        "--pdl", type=int, nargs="+", choices=range(4), default=[None], help="0 = launches wait for the end of the one before"
+    )
+    parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
+    launches = list(product(args.pdl, args.cut))
     for model in args.model:
-        for record in records(model, args.batch, args.accept, args.steps, args.head, eager=args.eager, wait=args.wait):
+        for record in records(model, args.batch, args.accept, args.steps, args.head, launches, eager=args.eager, wait=args.wait):
             append("decode", environment() | record)
             how = ("eager" if args.eager else "graphs") + (" wait" if args.wait else "")
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
-            print(line, f"pass {record['pass_ms']}", record["host_ms"], record["tokens_a_step"], flush=True)
+            print(
+                line,
+                f"pass {record['pass_ms']} pdl {record['pdl']} {record['cut']}",
+                record["host_ms"],
+                record["tokens_a_step"],
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

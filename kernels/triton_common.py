@@ -1,19 +1,31 @@
-"""What the Triton kernels share: the interpreter's trap with narrow operands, and small helpers for grids.
+"""What the Triton kernels share: the interpreter's trap with narrow operands, launches that begin early, and small helpers for grids.
 
 With TRITON_INTERPRET=1 Triton runs kernels in numpy, on CPU tensors. There `tl.dot` on bfloat16 operands silently returns garbage
 (seen with Triton 3.6 to 3.9), so every product goes through `dot`, which widens both operands in that case only.
+
+*Launches that begin early* (programmatic dependent launch, Hopper and later). A kernel of a decode pass takes 1 to 6 µs, and the card some
+0.5 to 1 µs more from the end of one to the first instruction of the next. A kernel launched with the keywords of `early` may start
+before the one before it has ended, and calls `after_launches`, in which it waits for that end. Every program must call it, on every
+path, and before that must read nothing but weights and write nothing at all: memory that is used again is still read by the kernel
+before. As each waits, all launches before the last one have ended too. Kernels launched without the keywords begin when all is done.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRET = tl.constexpr(INTERPRETED)
+
+NOT_EARLY, WAIT_FIRST, BEGIN_FIRST, AHEAD = 0, 1, 2, 3
+_BEGIN_FIRST = tl.constexpr(BEGIN_FIRST)
+early_launches = NOT_EARLY  # how the kernels of a decode pass are launched from here on; recorded passes stay as they are
 
 
 @triton.jit
@@ -50,6 +62,34 @@ def capability(device: torch.device) -> int:
         return int(triton.runtime.driver.active.get_current_target().arch)
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def early(device: torch.device, how: int | None = None) -> dict[str, Any]:
+    """Keywords of a launch whose kernel calls `after_launches(EARLY)`.
+
+    how (None = `early_launches`): WAIT_FIRST lets the next launch begin after the kernel's own wait, so that the launch before the last has
+    always ended; BEGIN_FIRST at the kernel's first instruction. AHEAD is WAIT_FIRST, with reads of weights, and of what is older than
+    the last launch, before the wait.
+    """
+    how = early_launches if how is None else how
+    return {"EARLY": how, "launch_pdl": True} if how and capability(device) >= 90 else {"EARLY": NOT_EARLY}
+
+
+@triton.jit
+def after_launches(EARLY: tl.constexpr):
+    """What the launches before have written is there from here on, and may be overwritten; the launch after may begin."""
+    if EARLY == _BEGIN_FIRST:
+        gdc_launch_dependents()
+        gdc_wait()
+    elif EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def send_for(places):
+    """Asks for the lines at `places` to come into the second-level cache."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def row_tile(width: int, elements: int = 2048) -> tuple[int, int]:

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import apart, capability, dot
+from specdec.kernels.triton_common import AHEAD, after_launches, apart, capability, dot, early, send_for
 from specdec.kernels.triton_e4m3 import dot_codes, native, widen_finite
 
 _STAGED = 160 << 10  # bytes of shared memory the stages of a program may take
+_AHEAD = tl.constexpr(AHEAD)
 _RING = 1 << 20  # counters a device has: more than the tiles of every GEMM that can be in flight together
 
 
@@ -113,7 +114,7 @@ def _stream(
     out, x, w, w_scale, x_scale, partial, counters, rows, features, columns, row_tiles, splits, x_row,
     FEATURES: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     W_CODES: tl.constexpr, X_CODES: tl.constexpr, W_SCALE: tl.constexpr, X_SCALE: tl.constexpr,
-    EVEN: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr,
+    EVEN: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of FEATURES × ROWS over one split of K. W_CODES, X_CODES: e4m3 bytes. EVEN: K is a multiple of DEPTH.
 
@@ -128,6 +129,9 @@ def _stream(
     present = (row < rows)[None, :]
     first, stop = steps(columns, split, splits, DEPTH)
     blocks = tl.cdiv(columns, 128)
+    if EARLY == _AHEAD:
+        _send_for(w_own, first, tl.minimum(first + STAGES, stop), columns, DEPTH)
+    after_launches(EARLY)
     of_features, of_rows = _factors(w_scale, x_scale, clamped, row, rows, blocks, first * DEPTH // 128, W_SCALE, X_SCALE)
     acc = tl.zeros([FEATURES, ROWS], tl.float32)
     for step in range(first, stop):
@@ -156,6 +160,15 @@ def _stream(
         acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, splits, w_scale, x_scale,
         SPLIT, W_SCALE, X_SCALE,
     )  # fmt: skip
+
+
+@triton.jit
+def _send_for(w_own, first, stop, columns, DEPTH: tl.constexpr):
+    """Asks for steps first … stop of W, w_own [F,1] the beginning of each row."""
+    LINE: tl.constexpr = 1024 // w_own.dtype.element_ty.primitive_bitwidth  # columns of 128 bytes
+    for step in range(first, stop):
+        column = step * DEPTH + tl.arange(0, max(1, DEPTH // LINE)) * LINE
+        send_for(w_own + tl.minimum(column, columns - 1)[None, :])
 
 
 @triton.jit
@@ -226,8 +239,10 @@ def _launch(x: Tensor, w: Tensor, w_scale: Tensor | None, x_scale: Tensor | None
         EVEN=columns % tiling.depth == 0,
         NATIVE=native(x.device),
         PACK=2 if warpgroups(tiling, x.device) else 4,  # e4m3 codes of W a register holds
+        STAGES=tiling.stages,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **early(x.device),
     )
 
 

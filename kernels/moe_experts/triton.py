@@ -40,7 +40,7 @@ from torch import Tensor
 from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
-from specdec.kernels.moe_experts.triton_rows import after_launches, find_block, most_blocks, sort_pairs
+from specdec.kernels.moe_experts.triton_rows import find_block, most_blocks, sort_pairs
 from specdec.kernels.moe_experts.triton_unpack import (
     DENSE,
     FP8,
@@ -59,7 +59,7 @@ from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.units import UNIT, WORDS, Mxfp4Units, pack_units
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import capability, dot
+from specdec.kernels.triton_common import NOT_EARLY, WAIT_FIRST, after_launches, dot, early, send_for
 from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps, zeroed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -189,8 +189,8 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -
     (tokens, hidden), pairs, inner, count = x.shape, ids.numel(), experts.inner, experts.count
     if not pairs or not hidden:
         return out.zero_()
-    few, early = pairs <= _FEW_PAIRS and tokens <= plan.rows, plan.early and capability(x.device) >= 90
-    launch: dict[str, Any] = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    few = pairs <= _FEW_PAIRS and tokens <= plan.rows
+    launch = early(x.device, WAIT_FIRST if plan.early else NOT_EARLY)
     blocks = pairs if few else most_blocks(pairs, count, plan.rows)
     order = ids if few else sort_pairs(ids, blocks, count, plan.rows, launch)
     where = (order, pairs, blocks, count)
@@ -226,14 +226,9 @@ def _send_for(data, row, first, stop, R: tl.constexpr, K: tl.constexpr, KIND: tl
     """Asks for steps first … stop of weight rows `row` [TALL], clamped, to come into the second-level cache; FP8 and MXFP4 only."""
     for step in range(first, stop):
         if KIND == MXFP4:  # 64 bytes a row, one row after the other: the two of a line ask for it twice
-            _touch(data + (step * R + row) * _WORDS)
+            send_for(data + (step * R + row) * _WORDS)
         if KIND == FP8:
-            _touch(data + row.to(tl.int64) * K + step * DEEP)
-
-
-@triton.jit
-def _touch(places):
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
+            send_for(data + row.to(tl.int64) * K + step * DEEP)
 
 
 @triton.jit

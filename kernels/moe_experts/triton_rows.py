@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdec.kernels.triton_common import after_launches
 
 _SORTED_AT_ONCE = 1024
 
@@ -29,14 +30,6 @@ def sort_pairs(ids: Tensor, blocks: int, count: int, rows: int, launch: dict[str
 
 def _chunk(pairs: int) -> int:
     return min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(pairs)))
-
-
-@triton.jit
-def after_launches(EARLY: tl.constexpr):
-    """What the launches before have written is there from here on; the launch after may begin."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import row_tile
+from specdec.kernels.triton_common import AHEAD, after_launches, early, row_tile
 
 _WIDEST = 16384
+_AHEAD = tl.constexpr(AHEAD)
 
 
 def rejects(x: Tensor, *others: Tensor | float) -> str | None:
@@ -45,23 +46,33 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     if rows and width:
         grid = (triton.cdiv(rows, tile),)
         warps = max(4, min(16, columns // 1024))
-        _norm[grid](x, residual, weight, out, total, rows, eps, WIDTH=width, ROWS=tile, COLUMNS=columns, ADD=add, num_warps=warps)
+        _norm[grid](
+            x, residual, weight, out, total, rows, eps, WIDTH=width, ROWS=tile, COLUMNS=columns, ADD=add, num_warps=warps,
+            **early(x.device),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm(x, residual, weight, out, total, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr):
+def _norm(
+    x, residual, weight, out, total, rows, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Rounds where the reference rounds: after the sum, after the scaling, after the weight."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)
     place = row.to(tl.int64) * WIDTH + column
     dtype = out.dtype.element_ty
+    if EARLY != _AHEAD:
+        after_launches(EARLY)
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # asked for first: it comes from memory, the row from cache
+    if EARLY == _AHEAD:
+        after_launches(EARLY)
     wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         summed = (wide + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + place, summed, mask=mask)
         wide = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
-    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    y = (wide * scale[:, None]).to(dtype).to(tl.float32) * w
+    y = (wide * scale[:, None]).to(dtype).to(tl.float32) * w.to(tl.float32)
     tl.store(out + place, y.to(dtype), mask=mask)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, inverse
+from specdec.kernels.triton_common import after_launches, early
 from specdec.kernels.triton_fp8 import handed, to_cache
 
 _HEADS = 16  # heads a program takes
@@ -33,7 +34,7 @@ def rope_write_kv(
         grid = (tokens, triton.cdiv(heads, _HEADS))
         _rope[grid](
             qkv, positions, cos, sin, handed(k_cache), handed(v_cache), slots, q, inverse(kv_scales[0]), inverse(kv_scales[1]),
-            HEADS=heads, KV=kv_heads, HALF=hd // 2, COLUMNS=triton.next_power_of_2(hd // 2), TILE=_HEADS,
+            HEADS=heads, KV=kv_heads, HALF=hd // 2, COLUMNS=triton.next_power_of_2(hd // 2), TILE=_HEADS, **early(qkv.device),
         )  # fmt: skip
     return q
 
@@ -42,6 +43,7 @@ def rope_write_kv(
 def _rope(
     qkv, positions, cos, sin, k_cache, v_cache, slots, q, k_inverse, v_inverse,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, head tiles). Heads in the projection's order: q, k, v."""
     token = tl.program_id(0).to(tl.int64)
@@ -49,9 +51,11 @@ def _rope(
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (head < HEADS) & (column < HALF)
     source = qkv + token * (HEADS * HALF * 2) + head * (HALF * 2) + column
+    after_launches(EARLY)
+    angle = tl.load(positions + token) * HALF + column
+    slot = tl.load(slots + token)  # asked for with the rest: a load does not pass the stores
     first = tl.load(source, mask=mask)
     second = tl.load(source + HALF, mask=mask)
-    angle = tl.load(positions + token) * HALF + column
     c = tl.load(cos + angle, mask=column < HALF)
     s = tl.load(sin + angle, mask=column < HALF)
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
@@ -63,7 +67,6 @@ def _rope(
     tl.store(to_q, turned_first, mask=is_q)
     tl.store(to_q + HALF, turned_second, mask=is_q)
 
-    slot = tl.load(slots + token)
     cached = slot * (KV * HALF * 2) + column
     is_k = mask & (head >= HEADS - 2 * KV) & (head < tl.where(slot >= 0, HEADS - KV, 0))
     to_k = k_cache + cached + (head - (HEADS - 2 * KV)) * (HALF * 2)

@@ -36,11 +36,12 @@ from specdec.kernels.tree_attention.triton_parts import (
     locate,
     workspace,
 )  # fmt: skip
-from specdec.kernels.triton_common import dot
+from specdec.kernels.triton_common import AHEAD, after_launches, dot, early
 from specdec.kernels.triton_fp8 import from_cache, handed
 from specdec.kernels.triton_gemm import zeroed
 
 __all__ = ["rejects", "tree_attention"]
+_AHEAD = tl.constexpr(AHEAD)
 
 
 def rejects(*args: Tensor, scale: float = 1.0, **kwargs: Any) -> str | None:
@@ -94,16 +95,29 @@ def tree_attention(
         SEQUENCES=tiling.power_of_two(sequences + 1),
         HALF=half, WINDOW=window is not None, SINKS=sinks is not None, FIRST=first is not None, SPLIT=splits > 1,
         CHUNK=tiling.power_of_two(splits) if at_once else 0, PART=at_once,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **early(q.device),
     )  # fmt: skip
     if splits > 1 and not at_once:
         chunk, pairs = tiling.power_of_two(splits), rows * heads
         part = max(1, MERGED // (chunk * tiling.power_of_two(hd)))  # (row, head) pairs a program takes
         _merge_few[(triton.cdiv(pairs, part),)](
             out, *parts, cu_query, q if sinks is None else sinks, pairs, sequences, splits, kv_scales[1],
-            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None,
+            HEADS=heads, HD=hd, CHUNK=chunk, PART=part, SINKS=sinks is not None, **early(q.device),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _located(
+    tile, packed, cu_query, rows, sequences, ROWS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """As `locate`, and what the launches before have written is there. Where rows lie is older than the launch before, which wrote q."""
+    if EARLY != _AHEAD:
+        after_launches(EARLY)
+    b, row, valid = locate(tile, packed, cu_query, rows, sequences, ROWS, GROUP, SEQUENCES)
+    if EARLY == _AHEAD:
+        after_launches(EARLY)
+    return b, row, valid
 
 
 @triton.jit
@@ -320,7 +334,7 @@ def _attend(
     q_row, q_head, kv_block, kv_slot, kv_head, table_row,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, SEQUENCES: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, FIRST: tl.constexpr,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles × splits × KV heads, the last fastest. One tile of PACKED // GROUP rows of one sequence against its share of the
     keys, those that need a mask in tiles of EDGE. PART: pairs that the last split merges at a time; 0 = a launch of its own merges."""
@@ -328,7 +342,7 @@ def _attend(
     split, tile = rest % splits, rest // splits
     heads, packed = kv_heads * GROUP, tl.arange(0, PACKED)
     column = tl.arange(0, triton.next_power_of_2(HD))
-    b, row, valid = locate(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES)
+    b, row, valid = _located(tile, packed, cu_query, rows, sequences, PACKED // GROUP, GROUP, SEQUENCES, EARLY)
     head = own * GROUP + packed % GROUP
     pair = row * heads + head
     mask = valid[:, None] & (column < HD)[None, :]
@@ -378,11 +392,12 @@ def _attend(
 @triton.jit(do_not_specialize=["pairs", "sequences", "splits"])
 def _merge_few(
     out, acc_parts, top_parts, norm_parts, cu_query, sinks, pairs, sequences, splits, v_scale,
-    HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, HD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs / PART): out of (row, head) pairs; padding rows become 0."""
     pair = tl.program_id(0) * PART + tl.arange(0, PART)
     column, there = tl.arange(0, triton.next_power_of_2(HD)), pair < pairs
+    after_launches(EARLY)
     used = there & (pair // HEADS < tl.load(cu_query + sequences))
     acc = _merged(acc_parts, top_parts, norm_parts, sinks, pair, pair % HEADS, there, used, pairs, splits, v_scale, HD, CHUNK, SINKS)
     _write(out, pair, column, acc, there[:, None] & (column < HD)[None, :], HD)

@@ -22,12 +22,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from specdec.kernels import triton_common
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
+from specdec.kernels.tilings import usual
+from specdec.kernels.triton_gemm import stream
 from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
 
+_EARLY = ("add_rms_norm", "silu_mul", "rope_write_kv")
 _IN_REGISTERS = ("_route", "_sort", "_gate_up", "_down", "_combine")
 
 
@@ -141,6 +145,27 @@ def moe_plans() -> Iterator[tuple[tuple[Any, ...], experts.Plan]]:
         yield (x, ids, torch.zeros(tokens, 1), experts_of(KINDS[kind], 1, 2048, 768)), plan
 
 
+def early_launches(kernels: list[tuple[str, Any]]) -> None:
+    """The kernels of a decode pass, launched in every early way: before they wait they touch no memory, or with AHEAD write none."""
+    before = len(kernels)
+    for how in (triton_common.WAIT_FIRST, triton_common.BEGIN_FIRST, triton_common.AHEAD):
+        triton_common.early_launches = how
+        for op, args in small_calls():
+            if op in _EARLY:
+                BACKENDS[op].fn(*args)
+        args, kwargs = next(attention_calls())
+        BACKENDS["tree_attention"].fn(*args, **kwargs)
+        w = torch.zeros(576, 1536, dtype=torch.bfloat16)
+        stream(w[:1], w, None, None, w.dtype, usual("dense_linear", 1, *w.shape))
+        for name, kernel in kernels[before:]:
+            first, *_ = re.split(r"griddepcontrol\.wait", kernel.asm["ptx"])
+            assert kernel.asm["ptx"].count("griddepcontrol.wait") == kernel.asm["ptx"].count("griddepcontrol.launch") == 1, name
+            touched = r"(st|atom|red)\.global" if how == triton_common.AHEAD else r"(ld|st|atom|red)\.global|prefetch|cp\.async"
+            assert not re.search(touched, first.split(".entry")[-1]), name
+        del kernels[before:]
+    triton_common.early_launches = triton_common.NOT_EARLY
+
+
 if __name__ == "__main__":
     found: list[tuple[str, Any]] = []
     compiling(int(sys.argv[1]), found)
@@ -154,4 +179,6 @@ if __name__ == "__main__":
         BACKENDS["moe_experts"].fn(*args)
     for args, plan in moe_plans():
         experts.run(*args, plan)
+    if int(sys.argv[1]) >= 90:
+        early_launches(found)
     print(json.dumps({f"{i} {name}": kernel.metadata.shared for i, (name, kernel) in enumerate(found)}))
