@@ -109,6 +109,7 @@ class Engine:
         flight, self._flight = landed(self._flight), None
         if flight is not None:
             self.stats = self._commit(flight)
+        self._budgets = None  # they may name a drafter that goes
         self.heads.apply(change, self.policy)
 
     def has_work(self) -> bool:
@@ -146,12 +147,12 @@ class Engine:
     def _budget(self) -> dict[Sequence, SpecBudget]:
         """What each decoding sequence may draft in the next step; asked once a step."""
         if self._budgets is None:
-            self.heads.review(self.policy)
             self._budgets = self.policy.budget(self.scheduler.running, self.stats)
         return self._budgets
 
     def _plan(self) -> StepPlan:
         """Budgets, then a plan, then its application: blocks reserved for the worst tree, request slots handed out."""
+        self.heads.review(self.policy)  # here alone: nothing is in flight, whose hidden states are those that the present heads read
         budgets, self._budgets = self._budget(), None
         plan = self.scheduler.plan(budgets)
         for seq in plan.preempted:

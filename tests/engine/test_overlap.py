@@ -186,6 +186,59 @@ def test_heads_keep_their_features(method: str) -> None:
         assert_same(found[1][name], found[0][name], tolerance=0)
 
 
+def plain_until_it_would_draft(target: Engine) -> None:
+    """Steps to where the next step's budgets are known and name a drafter, with nothing in flight; before that, drafts are held back."""
+    budget = target.policy.budget
+    target.policy.budget = lambda *args: {}  # type: ignore[method-assign]
+    for _ in range(5):
+        target.step()
+    assert target._flight is not None
+    target.policy.budget = budget  # type: ignore[method-assign]
+    target.step()
+    assert target._flight is None and any(b.drafter is not None for b in (target._budgets or {}).values())
+
+
+def test_a_head_goes_that_the_next_step_was_to_ask() -> None:
+    """Budgets that are known already do not outlive the drafter that they name."""
+    target = engine(heads.tree("eagle3"), overlap=True, deterministic=True)
+    target.add_request("a", P, GREEDY)
+    plain_until_it_would_draft(target)
+    target.swap_heads(target.heads.load(None))
+    log = Log()
+    drain(target, log)
+    assert log.drafted == 0
+    whole = [token for delta in log.deltas["a"] for token in delta.outputs[0].token_ids]
+    assert run(engine(overlap=False, deterministic=True), {"a": (P, GREEDY)})["a"].outputs[0].token_ids[-len(whole) :] == whole
+
+
+def test_heads_come_back_with_nothing_in_flight() -> None:
+    """A review may exchange heads and with them the hidden states that passes return: never while a step is under way."""
+    target = engine(heads.tree("eagle3"), overlap=True)
+    seen: list[bool] = []
+    review = target.heads.review
+
+    def watched(policy: Any) -> None:
+        seen.append(target._flight is not None or bool(busy))
+        review(policy)
+
+    busy: list[int] = []
+    follow = target._follow
+
+    def following(flight: Any) -> Any:
+        busy.append(1)
+        try:
+            return follow(flight)
+        finally:
+            busy.clear()
+
+    target.heads.review = watched  # type: ignore[method-assign]
+    target._follow = following  # type: ignore[method-assign]
+    target.add_request("a", P, GREEDY)
+    plain_until_it_would_draft(target)
+    drain(target, Log())
+    assert len(seen) > 5 and not any(seen)
+
+
 def test_config() -> None:
     assert engine().overlap is False, "a CPU has nothing to overlap"
     with pytest.raises(ConfigError, match="overlap"):
