@@ -19,18 +19,9 @@ DRAFT_VOCAB = 32_000  # of the heads published for models of 128,256 tokens
 def dummy_head(target: LoadedModel, kind: str, directory: Path) -> str:
     """Writes a head of one layer of the target's own sizes into `directory`, in bfloat16, and returns the directory's name."""
     c = target.config
-    config = HeadConfig(
-        kind=kind,
-        hidden_size=c.hidden_size,
-        target_hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_layers=1,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        eps=c.eps,
-        rope=c.rope,
-        vocab_size=c.vocab_size,
+    config = HeadConfig.of_target(
+        kind,
+        c,
         draft_vocab_size=min(DRAFT_VOCAB, c.vocab_size),
         taps=default_taps(c.num_layers) if c.num_layers > 4 else (0, c.num_layers),
         windows=(None,),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specdec.cache.tables import flat_slots
 from specdec.spec.tree import host_words
 from specdec.transfer import send, send_all
 from specdec.types import Batch
@@ -122,7 +123,7 @@ class BatchBuilder:
             np.array([rows.ctx, rows.tree_len], dtype=np.int32),
             np.array(rows.cu, dtype=np.int32),
             np.ascontiguousarray(self._tables[:, request_slots, :used]),
-            self._flat(rows.owner, rows.cells),
+            flat_slots(self._tables, rows.owner, rows.cells, self.block_size),
             np.array(rows.logit_rows, dtype=np.int64),
         ]
         if rows.prompt_rows:
@@ -146,13 +147,4 @@ class BatchBuilder:
 
     def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:
         """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots."""
-        return send(self._flat(request_slots, cells), self.device)
-
-    def _flat(self, request_slots: list[int], cells: list[int]) -> np.ndarray:
-        places = np.array(cells, dtype=np.int64)
-        block, offset = np.divmod(places, self.block_size)
-        blocks = self._tables[:, np.array(request_slots, dtype=np.int64), block]
-        # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
-        slots = np.ascontiguousarray(blocks, dtype=np.int64) * self.block_size + offset
-        slots[:, places < 0] = -1
-        return slots
+        return send(flat_slots(self._tables, request_slots, cells, self.block_size), self.device)

@@ -37,7 +37,7 @@ class RowInfo:
     def starts(self) -> Tensor:
         """[B] i64, the row of each root."""
         if self.root_only:
-            return torch.arange(len(self.counts), device=self.device)
+            return self.seq
         counts = np.array(self.counts, dtype=np.int64)
         return send(counts.cumsum() - counts, self.device)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from specdec.cache.pool import NULL_BLOCK, BlockPool
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
 Copy = tuple[int, int, int]  # group, source block, destination block
+
+
+def flat_slots(tables: np.ndarray, request_slots: Seq[int] | np.ndarray, cells: Seq[int] | np.ndarray, block_size: int) -> np.ndarray:
+    """[G, n] i64 flat slots of cells (places counted from the start of a sequence) of the sequences in these request slots; -1 for cells
+    below 0. tables [G, S, M] i32."""
+    places = np.asarray(cells, dtype=np.int64)
+    block, offset = np.divmod(places, block_size)
+    # indexing by two lists lays several groups out column by column; kernels read each group's row as it lies
+    slots = np.ascontiguousarray(tables[:, np.asarray(request_slots, dtype=np.int64), block], dtype=np.int64) * block_size + offset
+    slots[:, places < 0] = -1
+    return slots
 
 
 class BlockTables:

@@ -67,6 +67,22 @@ class HeadConfig:
     fingerprint: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of_target(cls, kind: str, target: ModelConfig, **others: Any) -> HeadConfig:
+        """A head of the target's own sizes. others: the fields in which it differs, and those that the target does not say."""
+        own = {
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_layers": 1,
+            "num_heads": target.num_heads,
+            "num_kv_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "eps": target.eps,
+            "rope": target.rope,
+            "draft_vocab_size": target.vocab_size,
+        }
+        return cls(kind=kind, target_hidden_size=target.hidden_size, vocab_size=target.vocab_size, **{**own, **others})
+
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)

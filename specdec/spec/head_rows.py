@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cache.tables import flat_slots
 from specdec.transfer import send_all
 from specdec.types import Batch
 
@@ -65,9 +66,7 @@ class HeadRows:
 
     def slots(self, request_slots: np.ndarray, cells: np.ndarray) -> np.ndarray:
         """[1, n] i64 flat slots of cells of the sequences in these request slots; cells below 0 are not written."""
-        block, offset = np.divmod(cells, self._size)
-        flat = self._tables[request_slots, block].astype(np.int64) * self._size + offset
-        return np.where(cells < 0, -1, flat).reshape(1, -1)
+        return flat_slots(self._tables[None], request_slots, cells, self._size)
 
     def table(self, seqs: list[Sequence], last_cell: int) -> np.ndarray:
         """[1, B, M] i32 block tables of the sequences, up to the block of `last_cell`."""

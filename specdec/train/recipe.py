@@ -89,18 +89,11 @@ def make_head_config(loaded: LoadedModel, corpus: Corpus, options: HeadOptions, 
     mask = options.mask_token_id
     if options.kind == "peagle" and mask is None:
         mask = unused_token(loaded, corpus)
-    return HeadConfig(
-        kind=options.kind,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
+    return HeadConfig.of_target(
+        options.kind,
+        target,
         intermediate_size=options.intermediate_size or target.intermediate_size,
         num_layers=options.num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        eps=target.eps,
-        rope=target.rope,
-        vocab_size=target.vocab_size,
         draft_vocab_size=max(known, min(wanted, target.vocab_size)),
         taps=options.taps or default_taps(target.num_layers),
         max_positions=options.max_len,
