@@ -1,0 +1,137 @@
+"""The CUDA decoder segment against the ops it takes the place of: its very source on an emulated machine, and on a card where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.cuda_library import SOURCES
+from specdec.kernels.decoder_stack import segment as seg
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.rms_norm.reference import add_rms_norm
+from specdec.kernels.silu_mul.reference import silu_mul
+from specdec.quant.fp8 import to_fp8
+
+HERE = Path(__file__).with_name("cuda")
+LIMIT = 232448  # bytes of shared memory of a block on Hopper
+
+
+@cache
+def emulator() -> ctypes.CDLL:
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "emulated.so"
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+        command = [os.environ.get("CXX", "g++"), *flags, f"-I{HERE}", f"-I{SOURCES}", str(HERE / "emulated_segment.cpp"), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(out))
+
+
+def weight(rows: int, columns: int, fp8: bool) -> Tensor | Fp8Weight:
+    dense = torch.randn(rows, columns) / columns**0.5
+    return to_fp8(dense) if fp8 else dense.bfloat16()
+
+
+def example(
+    rows: int, hidden: int, inner: int, q: int, qkv: int | None, *, fp8: bool, device: str = "cpu"
+) -> tuple[seg.Segment, Tensor, Tensor]:
+    """(weights, mixed, residual)."""
+    shapes = [(hidden, q), (2 * inner, hidden), (hidden, inner), *([] if qkv is None else [(qkv, hidden)])]
+    made = [weight(*shape, fp8) for shape in shapes]
+    weights = [seg.Weight.of(w.to(torch.device(device)) if isinstance(w, Fp8Weight) else w.to(device)) for w in made]
+    norms = [(1 + 0.1 * torch.randn(hidden)).bfloat16().to(device) for _ in range(2)]
+    segment = seg.Segment(*weights[:3], (norms[0], 1e-5), *([] if qkv is None else [weights[3], (norms[1], 1e-6)]))
+    return segment, torch.randn(rows, q).bfloat16().to(device), torch.randn(rows, hidden).bfloat16().to(device)
+
+
+def product(x: Tensor, w: seg.Weight) -> Tensor:
+    y = x.float() @ w.data.float().T
+    return (y if w.scale is None else y * w.scale).bfloat16()
+
+
+def expected(segment: seg.Segment, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """By the reference ops."""
+    x, mid = add_rms_norm(product(mixed, segment.out), residual, *segment.post_norm)
+    branch = product(silu_mul(product(x, segment.gate_up)), segment.down)
+    if segment.qkv is None or segment.next_norm is None:
+        return branch + mid, None
+    x, last = add_rms_norm(branch, mid, *segment.next_norm)
+    return last, product(x, segment.qkv)
+
+
+def check(found: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]) -> None:
+    """Roundings to bf16 may fall either way and travel on, so numbers are near and only a few of them apart."""
+    for a, b in zip(found, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.04)
+            assert (a.float() - b.float()).abs().mean() < 2e-3
+
+
+CASES = {
+    "one row": (1, 128, 256, 192, 160),
+    "eight rows, odd numbers of tiles": (8, 192, 320, 128, 224),
+    "eleven rows": (11, 128, 192, 128, 96),
+    "sixteen rows, the last layer": (16, 128, 192, 64, None),
+    "fewer tiles than CTAs": (3, 64, 64, 64, 32),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(name: str, fp8: bool) -> None:
+    torch.manual_seed(len(name))
+    rows, hidden, inner, q, qkv = CASES[name]
+    segment, mixed, residual = example(rows, hidden, inner, q, qkv, fp8=fp8)
+    assert seg.rejects(segment.weights) is None
+    barrier = torch.zeros(1, dtype=torch.int64)
+    for ctas, chunk, tokens in ((1, 2048, 1 << 16), (3, 64, 1 << 11)):
+        before = seg.TOKENS
+        seg.TOKENS = tokens  # the small one: down reads its tokens window by window
+        try:
+            call, outputs = seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT, warps=4, chunk=chunk)
+        finally:
+            seg.TOKENS = before
+        call.stages = 3
+        for tensor in outputs:
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        barrier.zero_()
+        for _ in range(2):  # the counter goes on rising
+            emulator().emulate_segment(ctypes.byref(call), int(fp8), ctas, ctypes.c_uint64(ctas))
+        check(outputs[:2], expected(segment, mixed, residual))
+
+
+def test_chunks_divide_rows() -> None:
+    assert [seg.chunk_bytes(row) for row in (4096, 14336, 28672, 1152, 3072, 5120, 96)] == [2048, 2048, 2048, 1152, 1536, 1280, 0]
+
+
+SHAPES = {
+    "SmolLM2-135M": (576, 1536, 576, 960),
+    "Llama-3.1-8B": (4096, 14336, 4096, 6144),
+    "Llama-3.3-70B": (8192, 28672, 8192, 10240),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_a_card(name: str, rows: int, fp8: bool) -> None:
+    torch.manual_seed(rows)
+    hidden, inner, q, qkv = SHAPES[name]
+    segment, mixed, residual = example(rows, hidden, inner, q, qkv, fp8=fp8, device="cuda:0")
+    barrier = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    if seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT)[0].stages < 2:
+        pytest.skip("more rows than shared memory holds")
+    want = expected(segment, mixed, residual)
+    for _ in range(3):
+        check(seg.run(segment, mixed, residual, barrier), want)
