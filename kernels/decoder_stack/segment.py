@@ -24,7 +24,11 @@ FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1}
 class Matrix(ctypes.Structure):
     """`specdec::segment::Matrix`."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "columns", "chunk", "window"))]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "chunk", "window")),
+    ]
 
 
 class Call(ctypes.Structure):
@@ -111,7 +115,9 @@ def prepare_call(
         piece, scale = chunk_bytes(weight.row_bytes, chunk), weight.scale
         columns, codes = weight.data.shape[1], piece // weight.data.element_size()
         window = columns if columns <= tokens else max(tokens // codes, 1) * codes
-        call.matrix[i] = Matrix(weight.data.data_ptr(), None if scale is None else scale.data_ptr(), len(weight.data), columns, piece, window)
+        call.matrix[i] = Matrix(
+            weight.data.data_ptr(), None if scale is None else scale.data_ptr(), len(weight.data), columns, piece, window
+        )
     call.window = max(m.window for m in call.matrix)
     before, unit = shared_bytes(call, rows, warps, segment.out.scale is not None)
     call.stages = min((limit - before) // unit, MAX_STAGES) if before < limit else 0
@@ -131,7 +137,7 @@ def prepare_call(
 @cache
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that a block may have."""
-    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    limit: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in older releases
     return limit
 
 

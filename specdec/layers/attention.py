@@ -47,14 +47,19 @@ class Attention:
     kv_scales: Scales = UNSCALED
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
+        """[T, columns] -> [T, H]; the rest as in `mix`."""
+        return self.out(self.mix(self.qkv(x), batch, table, slots, caches))
+
+    def mix(self, qkv: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """Projections [T, (nh + 2 nkv) hd] -> [T, nh hd]; writes this step's K and V at `slots` before attending.
 
         table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
         """
         k_cache, v_cache = caches
-        qkv = self.qkv(x) if self.head_norms is None else self._normalised(self.qkv(x), *self.head_norms)
+        if self.head_norms is not None:
+            qkv = self._normalised(qkv, *self.head_norms)
         q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots, self.kv_scales)
-        mixed = ops.tree_attention(
+        return ops.tree_attention(
             q,
             k_cache,
             v_cache,
@@ -70,7 +75,6 @@ class Attention:
             first=batch.first_key,
             kv_scales=self.kv_scales,
         )
-        return self.out(mixed)
 
     def _normalised(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """[T, (nh + 2 nkv) hd] with each head of q and k normalised."""

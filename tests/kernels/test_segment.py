@@ -1,24 +1,35 @@
-"""The CUDA decoder segment against the ops it takes the place of: its very source on an emulated machine, and on a card where there is one."""
+"""The CUDA decoder segment against the ops it takes the place of: its very source on an emulated machine, and on a card."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from specdec import ops
 from specdec.kernels.cuda_library import SOURCES
 from specdec.kernels.decoder_stack import segment as seg
 from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.inputs import Rows, chain, random_tree
 from specdec.kernels.rms_norm.reference import add_rms_norm
 from specdec.kernels.silu_mul.reference import silu_mul
+from specdec.layers.decoder import DecoderStack, Layer
+from specdec.layers.linear import Linear, make_linear
+from specdec.layers.norm import RMSNorm
+from specdec.layers.rotary import Rotary
+from specdec.models.config import RopeConfig
 from specdec.quant.fp8 import to_fp8
+from specdec.types import Batch
+from tests.kernels.stack_cases import Shape, arguments
 
 HERE = Path(__file__).with_name("cuda")
 LIMIT = 232448  # bytes of shared memory of a block on Hopper
@@ -135,3 +146,64 @@ def test_on_a_card(name: str, rows: int, fp8: bool) -> None:
     want = expected(segment, mixed, residual)
     for _ in range(3):
         check(seg.run(segment, mixed, residual, barrier), want)
+
+
+STACKS = {
+    "one row": [Rows(100)],
+    "a chain": [Rows(70, tree=tuple(chain(5)))],
+    "a tree and others": [Rows(63, tree=tuple(random_tree(9, 1))), Rows(31), Rows(15, 2)],
+}
+
+
+def on_the_card(stack: DecoderStack, fp8: bool) -> DecoderStack:
+    """The same layers in bf16, weights as they are or in FP8."""
+    device = torch.device("cuda:0")
+
+    def linear(one: Linear) -> Linear:
+        raw = to_fp8(one.dequantize()) if fp8 else one.dequantize()
+        return make_linear([raw], device=device, dtype=torch.bfloat16)
+
+    def norm(one: RMSNorm) -> RMSNorm:
+        return RMSNorm(one.weight.to(device, torch.bfloat16), one.eps)
+
+    first = stack.layers[0].attention.rotary
+    rotary = Rotary(RopeConfig(), 2 * first.cos.shape[1], len(first.cos), device=device)
+    layers = []
+    for layer in stack.layers:
+        assert isinstance(layer, Layer)
+        attention = replace(layer.attention, qkv=linear(layer.attention.qkv), out=linear(layer.attention.out), rotary=rotary)
+        layers.append(
+            replace(
+                layer,
+                input_norm=norm(layer.input_norm),
+                attention=attention,
+                post_norm=norm(layer.post_norm),
+                gate_up=linear(layer.gate_up),
+                down=linear(layer.down),
+            )
+        )
+    return DecoderStack(layers, norm(stack.norm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_on_a_card(name: str, fp8: bool) -> None:
+    """Segments and attention give what the layers' own ops give, taps included, and the same K and V."""
+    shape = Shape(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, kinds=("F32",), windows=(None, 24, 24))
+    (x, stack, batch, caches, groups), kwargs = arguments(shape, STACKS[name], (3, 0, 1), padding=2)
+    on_card = on_the_card(cast("DecoderStack", stack), fp8)
+    assert on_card.plan is not None, on_card.why_not
+    moved = Batch(**{f.name: value.cuda() if isinstance(value := getattr(batch, f.name), Tensor) else value for f in fields(Batch)})
+    found = {}
+    for backend in ("cuda", "reference"):
+        own = [(k.cuda().bfloat16(), v.cuda().bfloat16()) for k, v in cast("list[tuple[Tensor, Tensor]]", caches)]
+        with ops.override("decoder_stack", backend):
+            hidden, tapped = ops.decoder_stack(
+                cast("Tensor", x).cuda().bfloat16(), on_card, moved, own, cast("list[int]", groups), **kwargs
+            )
+        found[backend] = hidden, tapped, own[2][0].nan_to_num(0.0), own[2][1].nan_to_num(0.0)
+    for a, b in zip(found["cuda"], found["reference"], strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a[:-2].float(), b[:-2].float(), rtol=0.03, atol=0.06)
+        assert (a[:-2].float() - b[:-2].float()).abs().mean() < 5e-3
