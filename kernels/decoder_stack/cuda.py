@@ -112,7 +112,9 @@ def decoder_stack(
     x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes and meaning in `specdec.ops.decoder_stack`."""
-    plan = cast("Segments", stack.plan)
+    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
+
+    plan, begins_early = cast("Segments", stack.plan), bool(early(x.device).get("launch_pdl"))
     views = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))
     tapped: dict[int, Tensor] = {}
     residual, first = x.contiguous(), stack.layers[0]
@@ -122,6 +124,6 @@ def decoder_stack(
             tapped[index] = residual
         assert projected is not None
         mixed = layer.attention.mix(projected, batch, *views[groups[index]], caches[index])
-        residual, projected = segment.run(plan.layers[index], mixed, residual, plan.barrier)
+        residual, projected = segment.run(plan.layers[index], mixed, residual, plan.barrier, early=begins_early)
     tapped[len(stack.layers)] = residual
     return stack.norm(residual), torch.cat([tapped[j] for j in taps], dim=-1) if taps else None
