@@ -162,7 +162,7 @@ _MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
 _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
 
 _STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
-_SEGMENT_PARTS = ("rms_norm", "add_rms_norm", "silu_mul", "fp8_linear", "dense_linear")
+_SEGMENT_PARTS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "fp8_linear", "dense_linear")
 _SEGMENTS = Backend("cuda", stack_cuda.decoder_stack, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
 _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, _SEGMENTS, covers=_STACK_PARTS)
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")

@@ -5,6 +5,8 @@
 //   last  = mid + down(inner)                          phase DOWN
 //   next  = qkv(norm(last)) of the layer behind        phase QKV (left out behind the last layer)
 //
+// and where it is told how, the rotation of those queries and keys by position, keys and values going into their cache.
+//
 // Two numbers. Weights of 8B FP8 are 218 MB a layer, 48 us at 4.5 TB/s; as launches of their own, the four products and what lies between
 // take 85: each waits for the one before, then for its first weights, and at its end memory idles while sums are added up. Here one thread
 // block a multiprocessor stays for all phases, and a warp of its own asks for weights in the order in which they are needed, as far ahead
@@ -49,13 +51,23 @@ struct Matrix {
   int rows, columns, chunk, window;
 };
 
-// bf16 all of them: mixed [M, columns of OUT], residual, mid, last [M, H], inner [M, columns of DOWN], next [M, rows of QKV], norms [H].
+// How QKV's rows become queries, keys and values of heads of SIZE numbers: cos, sin [positions, size / 2] f32; positions, slots [M], slot -1 =
+// no write; caches [slots, kv_heads, size] bf16. cos = null: not at all, `next` gets the rows as they are.
+struct Rotary {
+  const float *cos, *sin;
+  const int64_t *positions, *slots;
+  void *keys, *values;
+  int heads, kv_heads, size;
+};
+
+// bf16 all of them: mixed [M, columns of OUT], residual, mid, last [M, H], inner [M, columns of DOWN], next [M, rows of QKV, or of its queries], norms [H].
 // barrier: one counter for all launches of a grid of this size, only ever rising. stages: units under way. window: the widest.
 struct Call {
   const void *mixed, *residual, *post_norm, *next_norm;
   void *mid, *inner, *last, *next;
   unsigned long long* barrier;
   Matrix matrix[PHASES];
+  Rotary rotary;
   float post_eps, next_eps;
   int M, stages, window;
 };
@@ -151,14 +163,21 @@ struct Kernel {
   SPECDEC_DEVICE char* tokens() const { return shared + room.tokens; }
   SPECDEC_DEVICE char* unit(int stage) const { return shared + room.ring + stage * room.stage; }
 
-  // ---- Division of work: tiles of a phase, of GATE_UP pairs of tiles, in runs of neighbours
+  // ---- Division of work: tiles of a phase, or pairs of tiles whose rows belong together, in runs of neighbours
 
-  SPECDEC_DEVICE int items(int phase) const { return call.matrix[phase].rows / (phase == GATE_UP ? 2 * TILE : TILE); }
+  SPECDEC_DEVICE bool rotates(int phase) const { return phase == QKV && call.rotary.cos != nullptr; }
+  SPECDEC_DEVICE bool pairs(int phase) const { return phase == GATE_UP || rotates(phase); }
+  SPECDEC_DEVICE int items(int phase) const { return call.matrix[phase].rows / (pairs(phase) ? 2 * TILE : TILE); }
   SPECDEC_DEVICE int first(int phase, int of) const { return int(int64_t(items(phase)) * of / ctas); }
   // Items whose sums are kept together, and tiles of a group that starts at `item`.
-  static SPECDEC_DEVICE int stride(int phase) { return phase == GATE_UP ? TILES / 2 : TILES; }
-  static SPECDEC_DEVICE int tiles(int phase, int item, int end) { return phase == GATE_UP || item + 1 < end ? TILES : 1; }
-  SPECDEC_DEVICE int tile(int phase, int item, int t) const { return phase == GATE_UP ? item + t * items(phase) : item + t; }
+  SPECDEC_DEVICE int stride(int phase) const { return pairs(phase) ? TILES / 2 : TILES; }
+  SPECDEC_DEVICE int tiles(int phase, int item, int end) const { return pairs(phase) || item + 1 < end ? TILES : 1; }
+  SPECDEC_DEVICE int tile(int phase, int item, int t) const {
+    if (phase == GATE_UP) return item + t * items(phase);
+    if (!rotates(phase)) return item + t;
+    const int half = call.rotary.size / (2 * TILE);  // tiles of half a head
+    return item / half * 2 * half + item % half + t * half;
+  }
 
   // ---- The warp that fetches
 
@@ -358,6 +377,8 @@ struct Kernel {
     constexpr int OUTPUTS = TOKEN_TILES * 128;
     if (PHASE == GATE_UP) {
       for (int i = thread; i < OUTPUTS; i += CONSUMERS) write_activation(all, i, item);
+    } else if (rotates(PHASE)) {
+      for (int i = thread; i < OUTPUTS; i += CONSUMERS) write_rotated(all, i, item);
     } else {
       for (int i = thread; i < count * OUTPUTS; i += CONSUMERS) write<PHASE>(all, i % OUTPUTS, i / OUTPUTS, item + i / OUTPUTS);
     }
@@ -390,6 +411,23 @@ struct Kernel {
     if (token(i) >= call.M) return;
     const float gate = scaled(GATE_UP, total(all, 0, i), row), up = scaled(GATE_UP, total(all, 1, i), inner + row);
     store(call.inner, int64_t(token(i)) * inner + row, gate / (1.0f + exponential(-gate)) * up);
+  }
+
+  // Number `place` of the first half of a head, and the one that turns with it in the second.
+  SPECDEC_DEVICE void write_rotated(const float* all, int i, int item) const {
+    const Rotary& rotary = call.rotary;
+    const int half = rotary.size / 2, head = item / (half / TILE), place = item % (half / TILE) * TILE + feature(i), who = token(i);
+    if (who >= call.M) return;
+    const int row = head * rotary.size + place, keys = head - rotary.heads, values = keys - rotary.kv_heads;
+    const float a = scaled(QKV, total(all, 0, i), row), b = scaled(QKV, total(all, 1, i), row + half);
+    const int64_t slot = keys < 0 ? 0 : rotary.slots[who];
+    if (slot < 0) return;
+    void* const to = keys < 0 ? call.next : values < 0 ? rotary.keys : rotary.values;
+    const int64_t first = keys < 0 ? int64_t(who) * rotary.heads + head : slot * rotary.kv_heads + (values < 0 ? keys : values);
+    float c = 1.0f, s = 0.0f;
+    if (values < 0) c = rotary.cos[rotary.positions[who] * half + place], s = rotary.sin[rotary.positions[who] * half + place];
+    store(to, first * rotary.size + place, a * c - b * s);
+    store(to, first * rotary.size + place + half, b * c + a * s);
   }
 
   template <int PHASE>

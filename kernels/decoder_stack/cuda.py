@@ -11,10 +11,11 @@ from torch import Tensor
 
 from specdec.errors import KernelUnavailable
 from specdec.kernels.decoder_stack import segment
-from specdec.kernels.decoder_stack.segment import MOST_ROWS, Segment, Weight
+from specdec.kernels.decoder_stack.segment import MOST_ROWS, Segment, Turn, Weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 if TYPE_CHECKING:
+    from specdec.layers.attention import Attention
     from specdec.layers.decoder import DecoderStack, Layer, MoELayer
     from specdec.layers.linear import Linear
     from specdec.layers.norm import RMSNorm
@@ -89,6 +90,12 @@ def segment_of(layer: Layer, after: Layer | None) -> Segment:
     )
 
 
+def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Turn | None:
+    """What the segment before an attention does of its work; None where the attention does all of it itself."""
+    turn = Turn(attention.rotary.cos, attention.rotary.sin, batch.positions, slots, *caches)
+    return turn if attention.head_norms is None and turn.rejects() is None else None
+
+
 def most_rows(one: Segment, device: torch.device) -> int:
     """The most rows for which shared memory holds the tokens and two units, 0 where not even one."""
     barrier, limit = torch.zeros(1, dtype=torch.int64, device=device), segment.shared_limit(device)
@@ -118,12 +125,21 @@ def decoder_stack(
     views = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))
     tapped: dict[int, Tensor] = {}
     residual, first = x.contiguous(), stack.layers[0]
-    projected: Tensor | None = first.attention.qkv(first.input_norm(residual))
-    for index, layer in enumerate(stack.layers):
+    mixed = first.attention.mix(first.attention.qkv(first.input_norm(residual)), batch, *views[groups[0]], caches[0])
+    for index, one in enumerate(plan.layers):
         if index in taps:
             tapped[index] = residual
+        after = index + 1
+        if after == len(stack.layers):
+            residual, _ = segment.run(one, mixed, residual, plan.barrier, early=begins_early)
+            break
+        attention, (table, slots), cache = stack.layers[after].attention, views[groups[after]], caches[after]
+        turn = turn_of(attention, batch, slots, cache)
+        residual, projected = segment.run(one, mixed, residual, plan.barrier, turn, early=begins_early)
         assert projected is not None
-        mixed = layer.attention.mix(projected, batch, *views[groups[index]], caches[index])
-        residual, projected = segment.run(plan.layers[index], mixed, residual, plan.barrier, early=begins_early)
+        if turn is None:
+            mixed = attention.mix(projected, batch, table, slots, cache)
+        else:
+            mixed = attention.attend(projected.view(len(projected), -1, cache[0].shape[3]), batch, table, cache)
     tapped[len(stack.layers)] = residual
     return stack.norm(residual), torch.cat([tapped[j] for j in taps], dim=-1) if taps else None

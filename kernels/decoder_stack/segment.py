@@ -31,12 +31,22 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class Rotary(ctypes.Structure):
+    """`specdec::segment::Rotary`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "slots", "keys", "values")),
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "size")),
+    ]
+
+
 class Call(ctypes.Structure):
     """`specdec::segment::Call`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("mixed", "residual", "post_norm", "next_norm", "mid", "inner", "last", "next", "barrier")),
         ("matrix", Matrix * 4),
+        ("rotary", Rotary),
         *((name, ctypes.c_float) for name in ("post_eps", "next_eps")),
         *((name, ctypes.c_int) for name in ("M", "stages", "window")),
     ]
@@ -57,6 +67,32 @@ class Weight:
     @property
     def row_bytes(self) -> int:
         return self.data.shape[1] * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """How the projections of a segment's end are turned and cached, as in `ops.rope_write_kv`: cos, sin [P,hd/2] f32, positions and slots
+    [M] i64, caches [NB,bs,nkv,hd] bf16."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def rejects(self) -> str | None:
+        """Why the kernel cannot do it, or None."""
+        tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
+        bf16 = self.k_cache.dtype is self.v_cache.dtype is torch.bfloat16
+        usable = bf16 and self.k_cache.shape[3] % (2 * TILE) == 0 and all(t.is_contiguous() for t in tensors)
+        return None if usable else "caches must be bf16, heads of multiples of 32 numbers"
+
+    def fields(self, rows: int) -> Rotary:
+        """For projections of `rows` rows."""
+        kv_heads, size = self.k_cache.shape[2:]
+        tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
+        return Rotary(*(t.data_ptr() for t in tensors), rows // size - 2 * kv_heads, kv_heads, size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,9 +138,18 @@ def _up(n: int, to: int) -> int:
 
 
 def prepare_call(
-    segment: Segment, mixed: Tensor, residual: Tensor, barrier: Tensor, *, limit: int, warps: int = WARPS, chunk: int = CHUNK
+    segment: Segment,
+    mixed: Tensor,
+    residual: Tensor,
+    barrier: Tensor,
+    turn: Turn | None = None,
+    *,
+    limit: int,
+    warps: int = WARPS,
+    chunk: int = CHUNK,
 ) -> tuple[Call, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
-    """The kernel's arguments, and what it writes: the residual behind the layer, the next projections, and what lies between.
+    """The kernel's arguments, and what it writes: the residual behind the layer, the next projections (with `turn` only the queries,
+    turned), and what lies between.
 
     mixed [M, columns of out] and residual [M,H] bf16, without gaps. limit: bytes of shared memory. `stages` is 0 where that is too little.
     """
@@ -124,6 +169,9 @@ def prepare_call(
     mid, last = torch.empty_like(residual), torch.empty_like(residual)
     inner = residual.new_empty(rows, segment.down.data.shape[1])
     following = None if segment.qkv is None else residual.new_empty(rows, len(segment.qkv.data))
+    if turn is not None and following is not None:
+        call.rotary = turn.fields(following.shape[1])
+        following = residual.new_empty(rows, call.rotary.heads * call.rotary.size)
     call.post_norm, call.post_eps = segment.post_norm[0].data_ptr(), segment.post_norm[1]
     if segment.next_norm is not None:
         call.next_norm, call.next_eps = segment.next_norm[0].data_ptr(), segment.next_norm[1]
@@ -150,14 +198,22 @@ def function(device: torch.device) -> tuple[Callable[..., int], Callable[[int], 
 
 
 def run(
-    segment: Segment, mixed: Tensor, residual: Tensor, barrier: Tensor, *, early: bool = False, warps: int = WARPS, chunk: int = CHUNK
+    segment: Segment,
+    mixed: Tensor,
+    residual: Tensor,
+    barrier: Tensor,
+    turn: Turn | None = None,
+    *,
+    early: bool = False,
+    warps: int = WARPS,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the residual stream behind the layer [M,H], the next layer's projections [M,N] or None). Rows as in `prepare_call`, at most 16.
+    """(the residual stream behind the layer [M,H], the next projections [M,N], or queries, or None). See `prepare_call`; M at most 16.
 
     barrier: int64 [1] on the device, zero at first and of this stack alone. early: begin before the launch before has ended.
     """
     device = residual.device
-    call, outputs = prepare_call(segment, mixed, residual, barrier, limit=shared_limit(device), warps=warps, chunk=chunk)
+    call, outputs = prepare_call(segment, mixed, residual, barrier, turn, limit=shared_limit(device), warps=warps, chunk=chunk)
     launch, explain = function(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     numbers = FORMATS[segment.out.data.dtype], warps, multiprocessors(device), shared_limit(device), int(early), device.index

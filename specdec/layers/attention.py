@@ -55,10 +55,14 @@ class Attention:
 
         table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
         """
-        k_cache, v_cache = caches
         if self.head_norms is not None:
             qkv = self._normalised(qkv, *self.head_norms)
-        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, k_cache, v_cache, slots, self.kv_scales)
+        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, *caches, slots, self.kv_scales)
+        return self.attend(q, batch, table, caches)
+
+    def attend(self, q: Tensor, batch: Batch, table: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """Turned queries [T, nh, hd] -> [T, nh hd] over caches that hold the rows' own keys and values."""
+        k_cache, v_cache = caches
         return ops.tree_attention(
             q,
             k_cache,

@@ -21,6 +21,7 @@ from specdec.kernels.decoder_stack import segment as seg
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.inputs import Rows, chain, random_tree
 from specdec.kernels.rms_norm.reference import add_rms_norm
+from specdec.kernels.rope.reference import rope_write_kv
 from specdec.kernels.silu_mul.reference import silu_mul
 from specdec.layers.decoder import DecoderStack, Layer
 from specdec.layers.linear import Linear, make_linear
@@ -119,6 +120,30 @@ def test_emulated(name: str, fp8: bool) -> None:
         for _ in range(2):  # the counter goes on rising
             emulator().emulate_segment(ctypes.byref(call), int(fp8), ctas, ctypes.c_uint64(ctas))
         check(outputs[:2], expected(segment, mixed, residual))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", [32, 64])
+def test_emulated_rotation(size: int, fp8: bool) -> None:
+    """Queries come back turned, keys and values lie in their slots, and nothing else of the caches is touched."""
+    torch.manual_seed(size)
+    rows, heads, kv_heads = 5, 3, 2
+    segment, mixed, residual = example(rows, 128, 128, 64, (heads + 2 * kv_heads) * size, fp8=fp8)
+    k_cache, v_cache = torch.randn(2, 6, 4, kv_heads, size).bfloat16().unbind()
+    cos, sin = torch.rand(2, 40, size // 2).unbind()
+    positions, slots = torch.tensor([7, 39, 0, 12, 3]), torch.tensor([9, -1, 23, 0, 14])
+    turn = seg.Turn(cos.contiguous(), sin.contiguous(), positions, slots, k_cache.clone(), v_cache.clone())
+    assert turn.rejects() is None
+    barrier = torch.zeros(1, dtype=torch.int64)
+    call, outputs = seg.prepare_call(segment, mixed, residual, barrier, turn, limit=LIMIT, warps=4)
+    call.stages = 3
+    emulator().emulate_segment(ctypes.byref(call), int(fp8), 2, ctypes.c_uint64(size))
+    _, projected = expected(segment, mixed, residual)
+    assert projected is not None and outputs[1] is not None
+    q = rope_write_kv(projected, positions, cos, sin, k_cache, v_cache, slots)
+    for found, want in ((outputs[1].view(q.shape), q), (turn.k_cache, k_cache), (turn.v_cache, v_cache)):
+        torch.testing.assert_close(found.float(), want.float(), rtol=0.02, atol=0.04)
+        assert (found.float() - want.float()).abs().mean() < 2e-3
 
 
 def test_chunks_divide_rows() -> None:
