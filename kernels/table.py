@@ -19,6 +19,7 @@ from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.cuda_library import missing, missing_products
 from specdec.kernels.decoder_stack import cuda as stack_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
+from specdec.kernels.draft_pass import cuda as draft_cuda
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
 from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
@@ -166,7 +167,8 @@ _SEGMENT_PARTS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "fp8_
 _SEGMENTS = Backend("cuda", stack_cuda.decoder_stack, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
 _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, _SEGMENTS, covers=_STACK_PARTS)
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
-_register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
+_DRAFT_SEGMENT = Backend("cuda", draft_cuda.draft_pass, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
+_register("draft_pass", draft_reference.draft_pass, _draft_rejects, _DRAFT_SEGMENT, covers=_DRAFT_PARTS)
 
 _VERIFY = partial(verify_reference.coupled_verify, argmax=COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax))
 _VERIFY_CPU = Backend("cpu", _VERIFY, ("cpu",), _first_not_f32, missing=WHY_NOT)

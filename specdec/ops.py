@@ -193,11 +193,15 @@ def decoder_stack(
 
 def prepare_draft(head: DraftHead) -> tuple[Any, str | None]:
     """`prepare_stack` for the compiled `draft_pass`."""
+    if head.device.type == "cuda":
+        return (None, WHY_NO_CUDA) if WHY_NO_CUDA is not None else segments.prepare_layers([head.wide], head.norm)
     return (None, WHY_NOT) if WHY_NOT is not None else COMPILED["prepare_draft"](head, HEAD_SIZES)
 
 
 def draft_plan(head: DraftHead) -> Any:
-    """What `prepare_draft` made of the head, if the compiled `draft_pass` is what runs now; else None."""
+    """What `prepare_draft` made of the head, if the compiled `draft_pass` of the CPU is what runs now; else None."""
+    if head.device.type != "cpu":
+        return None
     choice = _DRAFT_PASS.choice.get()
     return head.plan if not choice or _DRAFT_PASS.backends[0].bypasses(choice) is None else None
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specdec.layers.decoder import DecoderStack, Layer, MoELayer
     from specdec.layers.linear import Linear
     from specdec.layers.norm import RMSNorm
+    from specdec.models.draft_heads import DraftHead
     from specdec.types import Batch
 
 
@@ -33,17 +34,22 @@ class Segments:
 
 def prepare(stack: DecoderStack) -> tuple[Segments | None, str | None]:
     """(segments, None), or (None, why the stack cannot run in them). The weights are shared, not copied."""
-    device = stack.norm.weight.device
+    return prepare_layers(stack.layers, stack.norm)
+
+
+def prepare_layers(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
+    """As `prepare`, of layers that follow each other, with `norm` behind the last."""
+    device = norm.weight.device
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None, "segments need a card of compute capability 9.0 or later"
-    reason = refuse(stack.layers, stack.norm)
+    reason = refuse(stacked, norm)
     if reason is not None:
         return None, reason
     try:
         segment.function(device)
     except KernelUnavailable as err:
         return None, str(err)
-    layers = [cast("Layer", layer) for layer in stack.layers]
+    layers = [cast("Layer", layer) for layer in stacked]
     following = [*layers[1:], None]
     made = tuple(segment_of(layer, after) for layer, after in zip(layers, following, strict=True))
     reason = next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
@@ -107,21 +113,26 @@ def most_rows(one: Segment, device: torch.device) -> int:
     return 0
 
 
-def rejects(x: Tensor, stack: DecoderStack, *_: object, **__: object) -> str | None:
-    """Why this backend cannot run the call, or None."""
+def rejects(x: Tensor, stack: DecoderStack | DraftHead, *_: object, **__: object) -> str | None:
+    """Why segments cannot run the call, or None. x [T, any]."""
     plan = stack.plan
     if not isinstance(plan, Segments):
         return stack.why_not or "not prepared"
     return None if x.shape[0] <= plan.rows and x.dtype is torch.bfloat16 else f"{x.shape[0]} rows of {x.dtype}; it takes up to {plan.rows}"
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether launches begin before the one before them has ended, as those of attention do."""
+    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
+
+    return bool(early(device).get("launch_pdl"))
+
+
 def decoder_stack(
     x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes and meaning in `specdec.ops.decoder_stack`."""
-    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
-
-    plan, begins_early = cast("Segments", stack.plan), bool(early(x.device).get("launch_pdl"))
+    plan, begins_early = cast("Segments", stack.plan), launches_early(x.device)
     views = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))
     tapped: dict[int, Tensor] = {}
     residual, first = x.contiguous(), stack.layers[0]
