@@ -8,6 +8,7 @@ copy is still under way when its turn comes is waited for.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
@@ -90,3 +91,8 @@ class Fetch:
         self._arrived.synchronize()
         parts = self._staging.split([shape.numel() for shape in self._shapes])
         return [part.view(shape).tolist() for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def arrival(tensors: Seq[Tensor]) -> Callable[[], list[Any]]:
+    """The tensors as nested lists, when they are asked for: by one copy that is queued now (see `Fetch`), or as they lie on a CPU."""
+    return cache((lambda: [tensor.tolist() for tensor in tensors]) if tensors[0].device.type == "cpu" else Fetch(tensors).lists)

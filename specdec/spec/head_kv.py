@@ -57,7 +57,7 @@ class HeadRunner:
         self.head = head
         self._companion = companion
         self._store = DraftStore(companion)
-        self._group, self._size = group, companion.block_size
+        self._group, self.block_size = group, companion.block_size
         self._progress: dict[Sequence, Progress] = {}
         self.rows = HeadRows(tables.numpy()[group], companion.block_size, self._progress)
         self._wants, self._columns = wants, columns
@@ -142,7 +142,7 @@ class HeadRunner:
         elif not share.rerun:  # the feature before the first new position is lost
             self._progress[seq] = Progress(first=start + 1, seen=start + 1)
         else:
-            whole, rest = divmod(start, self._size)
+            whole, rest = divmod(start, self.block_size)
             table = seq.block_tables[self._group]
             filled = all(self._companion.valid(block, self.head.epoch) for block in table[:whole])
             filled &= rest == 0 or self._companion.filled(table[whole], self.head.epoch) >= rest
@@ -155,7 +155,7 @@ class HeadRunner:
             return seq.num_computed - progress.seen
         if seq.finish_reason is None or progress.first > 1:
             return 0
-        return min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+        return min(progress.pending, seq.num_hashed_cached * self.block_size - progress.seen)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class HeadRunner:
         progress = self._progress.get(seq)
         if progress is None:
             return
-        due = min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+        due = min(progress.pending, seq.num_hashed_cached * self.block_size - progress.seen)
         if due > 0 and progress.first == 1 and seq.block_tables:
             self.run([Job(seq, due)])
         del self._progress[seq]
@@ -250,7 +250,7 @@ class HeadRunner:
             progress.taps = [torch.cat(progress.taps)]  # a small view would keep the whole chunk alive
         if progress.first > 1:
             return
-        whole, rest = divmod(progress.seen, self._size)
+        whole, rest = divmod(progress.seen, self.block_size)
         table = job.seq.block_tables[self._group]
         self._companion.mark(table[progress.marked : whole], self.head.epoch)
         self._companion.mark(table[whole : whole + 1] if rest else (), self.head.epoch, rest)
