@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.behind import Behind
 from specdec.commit import Moves, compaction, count, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
-from specdec.overlap import Flight, Launcher, landed
+from specdec.overlap import Flight, Launcher
 from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.portfolio import draft
 from specdec.trace import Trace
@@ -48,6 +49,7 @@ class Engine:
         self.sampling = parts.sampling
         self.verifier = parts.verifier
         self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
+        self.behind = Behind(self.launcher, parts)
         self.overlap = config.overlap if config.overlap is not None else parts.builder.device.type == "cuda"
         self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
@@ -106,7 +108,7 @@ class Engine:
     @torch.inference_mode()
     def swap_heads(self, change: Change) -> None:
         """Put what `heads.load` found in place, between two steps: the one in flight is committed first. Raises as `LiveHeads.apply`."""
-        flight, self._flight = landed(self._flight), None
+        flight, self._flight = self.behind.landed(self._flight), None
         if flight is not None:
             self.stats = self._commit(flight)
         self._budgets = None  # they may name a drafter that goes
@@ -124,7 +126,7 @@ class Engine:
 
         Where the next step is known before this one's verdict is, it is on its way while this one is committed.
         """
-        flight, self._flight = landed(self._flight) or self._begin(), None
+        flight, self._flight = self.behind.landed(self._flight) or self._begin(), None
         if flight is not None:
             self._flight = self._follow(flight)
             self.stats = self._commit(flight)
@@ -136,10 +138,14 @@ class Engine:
         return self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start) if plan.scheduled else None
 
     def _follow(self, flight: Flight) -> Flight | None:
-        """The step behind `flight`, unless it takes a verdict to know it, or somebody is going to draft in it."""
-        if not self.overlap or not self.launcher.can_follow(flight) or any(b.drafter is not None for b in self._budget().values()):
+        """The step behind `flight`, unless it takes a verdict to know it."""
+        if not self.overlap:
             return None
-        following = self.launcher.follow(flight)
+        following, drafter = None, self.behind.drafter(flight)
+        if drafter is not None:
+            following = self.behind.follow(flight, drafter, self._budget())
+        elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
+            following = self.launcher.follow(flight)
         if following is not None:
             self._budgets = None
         return following
@@ -169,12 +175,14 @@ class Engine:
 
     def _commit(self, flight: Flight) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
+        flight = self.behind.settled(flight)
         plan, tree, forward, verdict = flight.plan, flight.tree, flight.forward, flight.verdict
         stats = open_stats(self._steps, plan, tree)
         if forward.prompt_logits is not None:
             for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
                 self._requests[seq.request_id].add_prompt_logprobs(start, entries)
-        self._move(compaction(plan.sampling, verdict))
+        if self._flight is None:  # else the step behind this one has begun with it
+            self._move(compaction(plan.sampling, verdict))
         decided, now, b = verdict.host, time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:

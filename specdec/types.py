@@ -120,6 +120,13 @@ class DraftTree:
     score: Tensor | None = None  # [B, N] f32
     log_q: Tensor | None = None  # [B, N, V] f32
     drafters: tuple[str | None, ...] = ()  # per sequence, None = root only
+    deepest: int | None = None  # set where the host does not look at the trees: no node is deeper, and each of them has all N nodes
+    stride: int | None = None  # rows of the batch that each tree took, where they are not as many as its nodes
+
+    @property
+    def widths(self) -> list[int]:
+        """Rows of the batch that each tree took."""
+        return self.host.num_nodes if self.stride is None else [self.stride] * len(self.tokens)
 
     @cached_property
     def host(self) -> TreeLists:

@@ -74,16 +74,16 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
-        if tree.tokens.shape[1] == 1 and is_plain(plan, self._progress, self._wants):
+        if tree.tokens.shape[1] == 1 and tree.stride is None and is_plain(plan, self._progress, self._wants):
             assert forward.taps is not None
-            keep_rows(plan, self._progress, self._own(forward.taps))
+            keep_rows(plan, self._progress, self.own(forward.taps))
             return
         owners, rows = self._committed_rows(plan, tree, verdict)
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = self._own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
+        taps = self.own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
         jobs = []
         parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
         for (seq, prefill, count), own in zip(owners, parts, strict=True):
@@ -107,13 +107,13 @@ class HeadRunner:
         progress = self._progress.get(seq)
         return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
 
-    def _own(self, taps: Tensor) -> Tensor:
-        """The columns of the head."""
-        return taps if self._columns is None else taps[:, self._columns]
+    def own(self, taps: Tensor) -> Tensor:
+        """Of the target's taps the columns of the head."""
+        return taps if self._columns is None else taps[..., self._columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
-        counts, accepted, paths = tree.host.num_nodes, verdict.host.num_accepted, verdict.host.path
+        counts, accepted, paths = tree.widths, verdict.host.num_accepted, verdict.host.path
         owners: list[tuple[Sequence, bool, int]] = []
         rows: list[int] = []
         row, b = 0, 0
@@ -163,6 +163,18 @@ class HeadRunner:
         """Whether the pair of the newest token can be run: a draft can start from it."""
         progress = self._progress.get(seq)
         return progress is not None and progress.pending > 0
+
+    def current(self, seq: Sequence) -> bool:
+        """Whether all its pairs are run but those of the step in flight."""
+        progress = self._progress.get(seq)
+        return progress is not None and progress.pending == 0 and progress.seen == seq.num_computed + 1
+
+    def ran(self, seqs: list[Sequence]) -> None:
+        """The pending pairs have been run, by a step that was begun before they were known here."""
+        for seq in seqs:
+            job = Job(seq, self._progress[seq].pending)
+            self._progress[seq].take(job.count)
+            self._advanced(job)
 
     def extend(self, seqs: list[Sequence], masks: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Run all pending pairs. (hidden, feedback), each [R, Hd]: per sequence its newest token and the `masks` rows behind."""

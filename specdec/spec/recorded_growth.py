@@ -50,7 +50,8 @@ class Shape:
 
 
 class Grown(NamedTuple):
-    """B trees of up to N nodes on the device, valid until the next draft. Entries at and beyond `num_nodes[b]` are 0.
+    """B trees of up to N nodes on the device, valid until the next draft. What fills them up, at and beyond `num_nodes[b]`, is a child of
+    the root that sees what the root sees and has the token -1: nobody accepts it.
 
     tokens, parents, depth, words (see `ancestor_words`), cells (of `Scores`) [B, N] i64, num_nodes [B] i64, score [B, N] f32.
     """
@@ -165,7 +166,10 @@ class Recorded(Growth):
         most = self.shares[0].budget.nodes
         built = ops.tree_build(tokens, parents, scores, self._roots, self._nodes, most, self._depth)
         placed = cells.gather(1, built.places.clamp(min=0))
-        return Grown(built.tokens, built.parents, built.depth, built.num_nodes, built.words, built.score, placed)
+        inside = torch.arange(most, device=self.device) < built.num_nodes[:, None]
+        columns = (torch.where(inside, v, filler) for v, filler in ((built.tokens, -1), (built.depth, 1), (built.words, 1)))
+        nodes, depth, words = columns
+        return Grown(nodes, built.parents, depth, built.num_nodes, words, built.score, placed)
 
     def keep(self, index: Tensor) -> None:
         """All trees are equally deep."""
