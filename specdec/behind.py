@@ -7,7 +7,7 @@ they can have come, and reserves blocks for that. Trees may come out with fewer 
 seen by nobody and accepted by nobody. The host hears of tree and verdict with one copy, when it commits the step.
 
 Followed are steps that would be planned alike whatever the verdict: the policy is fixed, all sequences have one budget and room for it,
-laws are temperatures, nobody waits for admission, no head is on trial. Who ends in the step before is dropped with all rows (`overlap.landed`).
+laws are temperatures, nobody waits for admission, no head is on trial. Who ends in the step before is dropped (`overlap.landed`).
 Seconds of drafting, which the fixed policy does not read, are told of drafts that the host waited for alone.
 """
 
@@ -23,10 +23,10 @@ import torch
 
 from specdec.budget import clip, slots
 from specdec.cache.tables import device_slots
-from specdec.overlap import Flight, landed
+from specdec.overlap import Flight
 from specdec.spec.head_drafter import HeadDrafter
 from specdec.spec.recorded_growth import host_drafts
-from specdec.spec.tree import tree_from_lists
+from specdec.spec.tree import rows_of, tree_from_lists
 from specdec.transfer import send
 from specdec.types import DraftTree, Scheduled, SpecBudget, StepPlan
 
@@ -75,12 +75,13 @@ class Behind:
         newest = parts.sampling.length[request_slots] - 1
         if budget.width > 1:  # a chain lies where it belongs
             self._compact(flight, newest, tables)
-        widths = np.array(flight.tree.widths if flight.told is None else [flight.tree.tokens.shape[1]] * len(seqs), dtype=np.int64)
+        widths = np.array(rows_of(flight.tree)[: len(seqs)], dtype=np.int64)
         roots = send(widths.cumsum() - widths, parts.builder.device)
         assert flight.forward.taps is not None
         grown = drafter.follow(list(shares), parts.sampling, flight.verdict, flight.forward.taps, roots)
         whole = torch.full_like(grown.num_nodes, budget.nodes)
-        tree = DraftTree(grown.tokens, grown.parents, grown.depth, whole, drafters=(drafter.name,) * len(seqs), deepest=budget.depth)
+        uniform = budget.nodes, budget.depth
+        tree = DraftTree(grown.tokens, grown.parents, grown.depth, whole, drafters=(drafter.name,) * len(seqs), uniform=uniform)
         batch = parts.builder.trees(tree, grown.num_nodes, grown.words, newest, tables)
         plan = StepPlan(tuple(Scheduled(seq, 1, True, budget) for seq in seqs))
         return self._launcher.launch(plan, tree, start, batch, grown.told)
@@ -95,25 +96,14 @@ class Behind:
         for group in range(len(kv.groups)):
             kv.move(group, source[group], target[group])
 
-    def landed(self, flight: Flight | None) -> Flight | None:
-        """See `overlap.landed`; its drafter hears what the flight has run."""
-        flight = landed(flight)
-        if flight is not None and flight.told is not None:
-            self._drafter(flight).landed([share.seq for share in flight.plan.scheduled])
-        return flight
-
     def settled(self, flight: Flight) -> Flight:
         """The flight with its trees on the host, whoever drafted them. Waits for the device where it did."""
         if flight.told is None:
             return flight
-        drafter, drafts = self._drafter(flight), host_drafts(flight.told())
+        drafter, drafts = self._parts.proposers[flight.plan.scheduled[0].budget.drafter or ""], host_drafts(flight.told())
+        assert isinstance(drafter, HeadDrafter)
         for share, draft in zip(flight.plan.scheduled, drafts, strict=True):
             drafter.drew(share.seq, draft)
         names = [drafter.name if len(d.tokens) > 1 else None for d in drafts]
         tree = tree_from_lists([(d.tokens, d.parents, d.scores) for d in drafts], names)
-        return replace(flight, tree=replace(tree, stride=flight.tree.tokens.shape[1]), told=None)
-
-    def _drafter(self, flight: Flight) -> HeadDrafter:
-        drafter = self._parts.proposers[flight.plan.scheduled[0].budget.drafter or ""]
-        assert isinstance(drafter, HeadDrafter)
-        return drafter
+        return replace(flight, tree=replace(tree, uniform=flight.tree.uniform), told=None)

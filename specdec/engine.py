@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.behind import Behind
-from specdec.commit import Moves, compaction, count, open_stats
+from specdec.commit import compaction, count, move, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
-from specdec.overlap import Flight, Launcher
+from specdec.overlap import Flight, Launcher, landed
 from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.portfolio import draft
 from specdec.trace import Trace
@@ -108,9 +108,9 @@ class Engine:
     @torch.inference_mode()
     def swap_heads(self, change: Change) -> None:
         """Put what `heads.load` found in place, between two steps: the one in flight is committed first. Raises as `LiveHeads.apply`."""
-        flight, self._flight = self.behind.landed(self._flight), None
+        flight, self._flight = landed(self._flight), None
         if flight is not None:
-            self.stats = self._commit(flight)
+            self.stats = self._commit(self.behind.settled(flight))
         self._budgets = None  # they may name a drafter that goes
         self.heads.apply(change, self.policy)
 
@@ -126,10 +126,10 @@ class Engine:
 
         Where the next step is known before this one's verdict is, it is on its way while this one is committed.
         """
-        flight, self._flight = self.behind.landed(self._flight) or self._begin(), None
+        flight, self._flight = landed(self._flight) or self._begin(), None
         if flight is not None:
             self._flight = self._follow(flight)
-            self.stats = self._commit(flight)
+            self.stats = self._commit(self.behind.settled(flight))
         return self.collect()
 
     def _begin(self) -> Flight | None:
@@ -175,14 +175,13 @@ class Engine:
 
     def _commit(self, flight: Flight) -> StepStats:
         """Move accepted KV into place, append tokens, settle finished sequences, tell drafters, policy and observers."""
-        flight = self.behind.settled(flight)
         plan, tree, forward, verdict = flight.plan, flight.tree, flight.forward, flight.verdict
         stats = open_stats(self._steps, plan, tree)
         if forward.prompt_logits is not None:
             for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
                 self._requests[seq.request_id].add_prompt_logprobs(start, entries)
         if self._flight is None:  # else the step behind this one has begun with it
-            self._move(compaction(plan.sampling, verdict))
+            move(compaction(plan.sampling, verdict), self.builder, self.kv)
         decided, now, b = verdict.host, time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:
@@ -212,13 +211,6 @@ class Engine:
         self.scheduler.commit(seq)
         if seq.metrics.first_token is None:
             seq.metrics.first_token = now
-
-    def _move(self, moves: Moves) -> None:
-        if moves.request_slots:
-            source = self.builder.slots(moves.request_slots, moves.source)
-            target = self.builder.slots(moves.request_slots, moves.target)
-            for group in range(len(self.kv.groups)):
-                self.kv.move(group, source[group], target[group])
 
     def _observe(self, flight: Flight) -> None:
         """Every drafter sees the whole step, with the hidden states of all rows; the policy sees the trees."""

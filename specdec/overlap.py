@@ -3,8 +3,9 @@
 The device already has them, and where each sequence gets exactly one token the host can lay out the next step without: positions, blocks
 and request slots are known. So a batch of plain decode rows is *followed*: its next step is queued behind it, and while the device works
 on that, the host reads the verdict, streams tokens and drops who has finished. A sequence that turns out to have ended (end token, stop
-string, cancellation) costs one row of the step in flight, of which nothing is kept. Everything else waits for the verdict, as in the plain
-loop: drafts, prefill, admissions, sequences whose laws depend on what was said (penalties, bad words), log-probabilities.
+string, cancellation) costs one row of the step in flight, of which nothing is kept. Steps in which heads draft are followed by `behind`.
+Everything else waits for the verdict, as in the plain loop: other drafts, prefill, admissions, sequences whose laws depend on what was said
+(penalties, bad words), log-probabilities.
 
 The plain loop is the specification: with and without, tokens, statistics and caches are the same (`tests/engine/test_overlap.py`).
 """

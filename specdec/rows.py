@@ -25,11 +25,9 @@ class RowInfo:
         self.request_slots = request_slots
         self.device = device
         self.root_only = tree.tokens.shape[1] == 1
-        self.uniform = None if tree.deepest is None else tree.tokens.shape[1]  # nodes of every tree, where they are alike for sure
-        if self.root_only or self.uniform is not None:
-            self.counts: list[int] = [tree.tokens.shape[1]] * len(request_slots)
-        else:
-            self.counts = tree.num_nodes.tolist()
+        self.uniform = None if tree.uniform is None else tree.uniform[0]
+        alike = 1 if self.root_only else self.uniform
+        self.counts: list[int] = tree.num_nodes.tolist() if alike is None else [alike] * len(request_slots)
         self.num_rows = sum(self.counts)
 
     @cached_property
@@ -88,8 +86,8 @@ class RowInfo:
     @cached_property
     def max_depth(self) -> int:
         """Of all nodes; read on the host, where builders leave the tree, unless it is known."""
-        if self.tree.deepest is not None:
-            return self.tree.deepest
+        if self.tree.uniform is not None:
+            return self.tree.uniform[1]
         return 0 if self.root_only else int(self.tree.depth.max())
 
     @cached_property

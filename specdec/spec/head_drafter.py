@@ -235,11 +235,8 @@ class HeadDrafter(ABC):
         rows = roots[:, None] + torch.nn.functional.pad(verdict.path, (1, 0))
         along = self._runner.own(taps[rows])
         depth = self._depth(shares[0].budget.depth)
+        self._runner.ahead = {share.seq for share in shares}
         return self._recorded.follow(shares, depth, sampling, (verdict.committed, verdict.num_committed, along))
-
-    def landed(self, seqs: list[Sequence]) -> None:
-        """The step before is committed: `follow` has run what it left pending of these sequences."""
-        self._runner.ran(seqs)
 
     def drew(self, seq: Sequence, draft: HostDraft) -> None:
         """What `follow` drafted for the sequence, now that it is known here."""

@@ -12,7 +12,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress, is_plain, keep_rows
 from specdec.spec.head_rows import HeadRows
 from specdec.spec.median import Median
+from specdec.spec.tree import rows_of
 from specdec.transfer import send
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
@@ -65,6 +66,7 @@ class HeadRunner:
         widths = Widths((1, self.blocks), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._pair_times, self._pair_seconds = Median(15), 0.0
+        self.ahead: Collection[Sequence] = ()  # whose pairs of the step that is committed next have been run by the one begun behind it
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
@@ -74,11 +76,12 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
-        if tree.tokens.shape[1] == 1 and tree.stride is None and is_plain(plan, self._progress, self._wants):
+        if tree.tokens.shape[1] == 1 and not self.ahead and is_plain(plan, self._progress, self._wants):
             assert forward.taps is not None
             keep_rows(plan, self._progress, self.own(forward.taps))
             return
         owners, rows = self._committed_rows(plan, tree, verdict)
+        self.ahead = ()
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
@@ -113,7 +116,7 @@ class HeadRunner:
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
-        counts, accepted, paths = tree.widths, verdict.host.num_accepted, verdict.host.path
+        counts, accepted, paths = rows_of(tree), verdict.host.num_accepted, verdict.host.path
         owners: list[tuple[Sequence, bool, int]] = []
         rows: list[int] = []
         row, b = 0, 0
@@ -123,9 +126,12 @@ class HeadRunner:
                 path, size, b = paths[b][: accepted[b]], size + counts[b] - 1, b + 1
             if self._wants(seq):
                 new = seq.num_computed - self._start(seq, share, len(path))
+                if seq in self.ahead and seq.finish_reason is None:
+                    self._advanced(Job(seq, new))
+                    new = 0
                 # a node's row is counted from the root's, which is the only linear one where there are nodes
                 rows += [*range(row, row + linear), *(row + node for node in path)][:new]
-                owners.append((seq, share.num_new > 1 or not share.samples, new))
+                owners += [(seq, share.num_new > 1 or not share.samples, new)] if new else []
             else:
                 self._progress.pop(seq, None)
             row += size
@@ -168,13 +174,6 @@ class HeadRunner:
         """Whether all its pairs are run but those of the step in flight."""
         progress = self._progress.get(seq)
         return progress is not None and progress.pending == 0 and progress.seen == seq.num_computed + 1
-
-    def ran(self, seqs: list[Sequence]) -> None:
-        """The pending pairs have been run, by a step that was begun before they were known here."""
-        for seq in seqs:
-            job = Job(seq, self._progress[seq].pending)
-            self._progress[seq].take(job.count)
-            self._advanced(job)
 
     def extend(self, seqs: list[Sequence], masks: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Run all pending pairs. (hidden, feedback), each [R, Hd]: per sequence its newest token and the `masks` rows behind."""

@@ -66,8 +66,8 @@ class Places:
 
     def read(self, sampling: SamplingState) -> Place:
         """Within the recording."""
-        slots, tokens, first = self._columns[:, :3].unbind(1)
-        tables = self._columns[:, 3:].int()[None]
+        slots, tokens, first = self._columns[:, :3].t().contiguous()  # kernels read each of them as it lies
+        tables = self._columns[:, 3:].int().contiguous()[None]
         return Place(slots, sampling.length[slots] - 1, tokens, first.int(), tables, self._runner.block_size)
 
 

@@ -67,7 +67,7 @@ def learned(target: Engine) -> list[float]:
 
 def requests(count: int, temperature: float, **fields: Any) -> dict[str, Any]:
     params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True, **fields)
-    return {f"r{i}": ([i + 3, *P], replace(params, max_tokens=24 + 3 * i)) for i in range(count)}
+    return {f"r{i}": ([i + 3, *P], replace(params, max_tokens=20 + 2 * i)) for i in range(count)}
 
 
 def same(targets: list[Engine], asked: dict[str, Any], *, at_least: int = 5) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def test_what_is_accepted_moves() -> None:
     """A head that is right about which tokens may come, and not about the noise: paths through later children."""
     spec = heads.tree("eagle3", nodes=20, width=4, head=heads.knowing_head("eagle3", flat=0.3))
     targets, moves = pair(spec, kind="last"), []
-    move = targets[0]._move
+    move = targets[0].kv.move
 
-    def moved(found: Any) -> None:
-        moves.extend(found.target)
-        move(found)
+    def moved(group: int, source: Any, target: Any) -> None:
+        moves.extend(target.tolist())
+        move(group, source, target)
 
-    targets[0]._move = moved  # type: ignore[method-assign]
+    targets[0].kv.move = moved  # type: ignore[method-assign]
     same(targets, requests(3, 0.9), at_least=2)
     assert moves
 
