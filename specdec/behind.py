@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from specdec.budget import clip, slots
@@ -27,7 +27,7 @@ from specdec.overlap import Flight
 from specdec.spec.head_drafter import HeadDrafter
 from specdec.spec.recorded_growth import host_drafts
 from specdec.spec.tree import rows_of, tree_from_lists
-from specdec.transfer import send
+from specdec.transfer import constant
 from specdec.types import DraftTree, Scheduled, SpecBudget, StepPlan
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class Behind:
         newest = parts.sampling.length[request_slots] - 1
         if budget.width > 1:  # a chain lies where it belongs
             self._compact(flight, newest, tables)
-        widths = np.array(rows_of(flight.tree)[: len(seqs)], dtype=np.int64)
-        roots = send(widths.cumsum() - widths, parts.builder.device)
+        starts = accumulate(rows_of(flight.tree)[: len(seqs) - 1], initial=0)
+        roots = constant(tuple(starts), parts.builder.device)
         assert flight.forward.taps is not None
         grown = drafter.follow(list(shares), parts.sampling, flight.verdict, flight.forward.taps, roots)
         whole = torch.full_like(grown.num_nodes, budget.nodes)

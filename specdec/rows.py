@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.transfer import send, send_all
+from specdec.transfer import constant, send, send_all
 from specdec.types import DraftTree
 
 
@@ -33,7 +33,7 @@ class RowInfo:
     @cached_property
     def slots(self) -> Tensor:
         """[B] i64 request slots."""
-        return send(np.array(self.request_slots, dtype=np.int64), self.device)
+        return constant(tuple(self.request_slots), self.device)
 
     @cached_property
     def starts(self) -> Tensor:

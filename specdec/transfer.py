@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16  # bytes; every array of a copy starts at a multiple
-_PIECES = 16  # more than the copies of two steps
+_PIECES = 64  # more than the copies of two steps
 
 
 class _Ring:
@@ -73,6 +73,12 @@ def send_all(arrays: Seq[np.ndarray[Any, Any]], device: torch.device) -> list[Te
 def _part(arrived: Tensor, start: int, array: np.ndarray[Any, Any]) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return arrived[start : start + array.nbytes].view(dtype).view(array.shape)
+
+
+@lru_cache(256)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] i64 on `device`, sent when these are first asked for. Not to be written to."""
+    return send(np.array(values, dtype=np.int64), device)
 
 
 class Fetch:
