@@ -76,7 +76,7 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
-        if tree.tokens.shape[1] == 1 and not self.ahead and is_plain(plan, self._progress, self._wants):
+        if tree.tokens.shape[1] == 1 and tree.uniform is None and not self.ahead and is_plain(plan, self._progress, self._wants):
             assert forward.taps is not None
             keep_rows(plan, self._progress, self.own(forward.taps))
             return

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from specdec import boot
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.runner.graphs import Outputs
+from specdec.spec.tree import ancestor_words, tree_from_lists
+from specdec.types import Scheduled, StepPlan
 from tests.engine.test_overlap import STATISTICS, cached
 from tests.harness import GREEDY, Log, P, R, assert_same, drain, engine, run
 from tests.spec import heads
@@ -122,6 +125,27 @@ def test_synthetic_acceptance(method: str, shape: Any) -> None:
     spec = shape(method, depth=3, head=head, verify="synthetic", synthetic_acceptance=(0.9, 0.7, 0.5))
     found = same(pair(spec), requests(3, 0.0), at_least=3)
     assert all(output.metrics.acceptance_length > 2 for output in found.values())
+
+
+def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
+    target = pair(heads.tree("eagle3"), kind="two_groups")[1]
+    for i in range(3):
+        target.add_request(str(i), [i + 3, *P], GREEDY)
+    for _ in range(3):
+        target.step()
+    shares = [Scheduled(seq, 1, True) for seq in target.scheduler.running]
+    target.scheduler.extend([share.seq for share in shares], 8)
+    tree = tree_from_lists([([7, 8, 9, 10], [-1, 0, 0, 2], None), ([5, 6, 7, 8], [-1, 0, 1, 2], None), ([1, 2, 3, 4], [-1, 0, 0, 0], None)])
+    host = target.builder.build(StepPlan(tuple(shares)), tree)
+    _, tables = target.builder.tables_of([share.seq for share in shares])
+    newest = torch.tensor([share.seq.num_computed for share in shares])
+    found = target.builder.trees(tree, tree.num_nodes, ancestor_words(tree), newest, tables)
+    for name in ("input_ids", "positions", "cu_query", "ctx_lens", "tree_len", "tree_mask", "slot_mapping", "logit_rows"):
+        assert torch.equal(getattr(found, name), getattr(host, name)), name
+    blocks = host.block_tables.shape[2]
+    assert torch.equal(found.block_tables[:, :, :blocks], host.block_tables)
+    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), ancestor_words(tree), newest, tables)
+    assert (fewer.slot_mapping < 0).tolist() == [[False] * 6 + [True] * 2 + [False] + [True] * 3] * 2
 
 
 def test_an_end_token_in_the_middle() -> None:
