@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.cache.tables import flat_slots
+from specdec.cache.tables import device_slots, flat_slots
 from specdec.spec.tree import host_words
 from specdec.transfer import send, send_all
 from specdec.types import Batch
@@ -81,6 +81,30 @@ class BatchBuilder:
             rows.logit_rows.append(row)
             rows.close(position, 0, seq.request_slot)
         return replace(self._tensors([seq.request_slot for seq in seqs], rows), input_ids=tokens)
+
+    def tables_of(self, seqs: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(request slots [B] i64, block tables [G, B, M] i32) of the sequences, on the device, as far as the longest reaches."""
+        slots, longest = [seq.request_slot for seq in seqs], max(len(seq.block_tables[0]) for seq in seqs)
+        request_slots, tables = send_all([np.array(slots), np.ascontiguousarray(self._tables[:, slots, :longest])], self.device)
+        return request_slots, tables
+
+    def trees(self, tree: DraftTree, num_nodes: torch.Tensor, words: torch.Tensor, newest: torch.Tensor, tables: torch.Tensor) -> Batch:
+        """As `build`, on the device, of trees that lie there and have all N nodes, of which num_nodes [B] count: the others write no K and
+        V. words [B, N]: of ancestors. newest [B] i64: positions of the roots. tables: of `tables_of`, with room for N nodes."""
+        batch, nodes = tree.tokens.shape
+        node = torch.arange(nodes, device=self.device)
+        slots = device_slots(tables, newest[:, None] + node, self.block_size, node < num_nodes[:, None])
+        return Batch(
+            input_ids=tree.tokens.flatten().clamp(min=0),
+            positions=(newest[:, None] + tree.depth).flatten(),
+            cu_query=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=self.device),
+            ctx_lens=newest.int(),
+            tree_len=torch.full((batch,), nodes, dtype=torch.int32, device=self.device),
+            tree_mask=words.flatten(),
+            block_tables=tables,
+            slot_mapping=slots.flatten(1),
+            logit_rows=torch.arange(batch * nodes, device=self.device),
+        )
 
     @staticmethod
     def _linear(rows: _Rows, share: Scheduled) -> None:

@@ -1,10 +1,15 @@
-"""What a verdict means for caches, statistics and log-probabilities. Pure functions of a step; the engine applies them."""
+"""What a verdict means for caches, statistics and log-probabilities. Pure functions of a step, but `move`; the engine applies them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specdec.types import DraftTree, Scheduled, StepPlan, StepStats, Verdict
+
+if TYPE_CHECKING:
+    from specdec.batch import BatchBuilder
+    from specdec.cache.kv import KVCache
 
 
 @dataclass(slots=True)
@@ -27,6 +32,15 @@ def compaction(shares: tuple[Scheduled, ...], verdict: Verdict) -> Moves:
                 moves.source.append(root + node)
                 moves.target.append(root + depth)
     return moves
+
+
+def move(moves: Moves, builder: BatchBuilder, kv: KVCache) -> None:
+    """Carry them out, all reads before all writes."""
+    if moves.request_slots:
+        source = builder.slots(moves.request_slots, moves.source)
+        target = builder.slots(moves.request_slots, moves.target)
+        for group in range(len(kv.groups)):
+            kv.move(group, source[group], target[group])
 
 
 def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:

@@ -237,7 +237,8 @@ class EngineConfig:
     max_model_len: None = the model's limit, lowered to what the pool can hold.
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
     enforce_eager: no CUDA graphs: every kernel of a pass is launched by itself, slowly; saves their memory.
-    overlap: begin a plain decode step before the host knows the tokens of the one before (`specdec.overlap`); None = on CUDA.
+    overlap: begin a decode step before the host knows the tokens of the one before, where it is plain (`specdec.overlap`) or everybody
+    drafts with a head under policy="fixed" (`specdec.behind`); None = on CUDA.
     max_queue: unfinished sequences beyond those that can run before `QueueFull` (see `admission`); None = any number (offline use).
     """
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.commit import Moves, compaction, count, open_stats
+from specdec.behind import Behind
+from specdec.commit import compaction, count, move, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
@@ -48,6 +49,7 @@ class Engine:
         self.sampling = parts.sampling
         self.verifier = parts.verifier
         self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
+        self.behind = Behind(self.launcher, parts)
         self.overlap = config.overlap if config.overlap is not None else parts.builder.device.type == "cuda"
         self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
@@ -108,7 +110,7 @@ class Engine:
         """Put what `heads.load` found in place, between two steps: the one in flight is committed first. Raises as `LiveHeads.apply`."""
         flight, self._flight = landed(self._flight), None
         if flight is not None:
-            self.stats = self._commit(flight)
+            self.stats = self._commit(self.behind.settled(flight))
         self._budgets = None  # they may name a drafter that goes
         self.heads.apply(change, self.policy)
 
@@ -127,7 +129,7 @@ class Engine:
         flight, self._flight = landed(self._flight) or self._begin(), None
         if flight is not None:
             self._flight = self._follow(flight)
-            self.stats = self._commit(flight)
+            self.stats = self._commit(self.behind.settled(flight))
         return self.collect()
 
     def _begin(self) -> Flight | None:
@@ -136,10 +138,14 @@ class Engine:
         return self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start) if plan.scheduled else None
 
     def _follow(self, flight: Flight) -> Flight | None:
-        """The step behind `flight`, unless it takes a verdict to know it, or somebody is going to draft in it."""
-        if not self.overlap or not self.launcher.can_follow(flight) or any(b.drafter is not None for b in self._budget().values()):
+        """The step behind `flight`, unless it takes a verdict to know it."""
+        if not self.overlap:
             return None
-        following = self.launcher.follow(flight)
+        following, drafter = None, self.behind.drafter(flight)
+        if drafter is not None:
+            following = self.behind.follow(flight, drafter, self._budget())
+        elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
+            following = self.launcher.follow(flight)
         if following is not None:
             self._budgets = None
         return following
@@ -174,7 +180,8 @@ class Engine:
         if forward.prompt_logits is not None:
             for seq, start, entries in prompt_logprobs(plan, forward.prompt_logits):
                 self._requests[seq.request_id].add_prompt_logprobs(start, entries)
-        self._move(compaction(plan.sampling, verdict))
+        if self._flight is None:  # else the step behind this one has begun with it
+            move(compaction(plan.sampling, verdict), self.builder, self.kv)
         decided, now, b = verdict.host, time.monotonic(), 0
         for share in plan.scheduled:
             if not share.samples:
@@ -204,13 +211,6 @@ class Engine:
         self.scheduler.commit(seq)
         if seq.metrics.first_token is None:
             seq.metrics.first_token = now
-
-    def _move(self, moves: Moves) -> None:
-        if moves.request_slots:
-            source = self.builder.slots(moves.request_slots, moves.source)
-            target = self.builder.slots(moves.request_slots, moves.target)
-            for group in range(len(self.kv.groups)):
-                self.kv.move(group, source[group], target[group])
 
     def _observe(self, flight: Flight) -> None:
         """Every drafter sees the whole step, with the hidden states of all rows; the policy sees the trees."""

@@ -84,6 +84,11 @@ class LiveHeads:
         self._proposers = proposers
         self._old: dict[str, _Old] = {}  # of the heads on trial
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether `review` has anything to watch."""
+        return bool(self._old)
+
     def info(self) -> list[HeadInfo]:
         """The heads in use, in order of preference."""
         return [HeadInfo(name, head.epoch, head.config.taps, name in self._old) for name, head in self._heads.items()]

@@ -3,8 +3,9 @@
 The device already has them, and where each sequence gets exactly one token the host can lay out the next step without: positions, blocks
 and request slots are known. So a batch of plain decode rows is *followed*: its next step is queued behind it, and while the device works
 on that, the host reads the verdict, streams tokens and drops who has finished. A sequence that turns out to have ended (end token, stop
-string, cancellation) costs one row of the step in flight, of which nothing is kept. Everything else waits for the verdict, as in the plain
-loop: drafts, prefill, admissions, sequences whose laws depend on what was said (penalties, bad words), log-probabilities.
+string, cancellation) costs one row of the step in flight, of which nothing is kept. Steps in which heads draft are followed by `behind`.
+Everything else waits for the verdict, as in the plain loop: other drafts, prefill, admissions, sequences whose laws depend on what was said
+(penalties, bad words), log-probabilities.
 
 The plain loop is the specification: with and without, tokens, statistics and caches are the same (`tests/engine/test_overlap.py`).
 """
@@ -12,14 +13,15 @@ The plain loop is the specification: with and without, tokens, statistics and ca
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from specdec.spec.tree import root_only
-from specdec.transfer import Fetch, send
+from specdec.transfer import arrival, send
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Flight:
     forward: Forward
     verdict: Verdict
     clock: tuple[float, float, float]
+    told: Callable[[], list[Any]] | None = None  # where the device drafted: its trees as lists (`recorded_growth.host_drafts`), when asked
 
 
 class Launcher:
@@ -48,17 +51,18 @@ class Launcher:
         self._scheduler, self._builder, self._runner = scheduler, builder, runner
         self._verifier, self._sampling = verifier, sampling
 
-    def launch(self, plan: StepPlan, tree: DraftTree, start: float, batch: Batch | None = None) -> Flight:
-        """Target pass and verdict of a step; neither is waited for on a device of its own. batch: None = as plan and tree have it."""
+    def launch(self, plan: StepPlan, tree: DraftTree, start: float, batch: Batch | None = None, told: tuple[Tensor, ...] = ()) -> Flight:
+        """Target pass and verdict of a step; neither is waited for on a device of its own. batch: None = as plan and tree have it.
+        told: what else the host has to know of the step, with its verdict."""
         drafted = time.perf_counter()
         forward = self._runner.forward(batch or self._builder.build(plan, tree))
         forwarded = time.perf_counter()
         shares = plan.sampling
         verdict = self._verifier.verify(tree, forward.logits, shares, self._sampling)
         self._sampling.advance([share.seq.request_slot for share in shares], verdict.num_committed)
-        if verdict.committed.device.type != "cpu":
-            verdict = replace(verdict, arriving=Fetch(verdict.decided).lists)
-        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded))
+        arriving, known = arrival((*verdict.decided, *told)), len(verdict.decided)
+        verdict = replace(verdict, arriving=lambda: arriving()[:known])
+        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded), (lambda: arriving()[known:]) if told else None)
 
     def can_follow(self, flight: Flight) -> bool:
         """Whether the next step is a plain row for those of the flight who go on, whatever its verdict, if nobody drafts."""
@@ -89,14 +93,19 @@ def landed(flight: Flight | None) -> Flight | None:
     if not index:
         return None
     shares = tuple(flight.plan.scheduled[i] for i in index)
-    tree = root_only([share.seq.tokens[-1] for share in shares])
+    told, tree = flight.told, flight.tree if flight.told is not None else root_only([share.seq.tokens[-1] for share in shares])
     if len(index) == len(flight.plan.scheduled):
         return replace(flight, tree=tree)
-    verdict, forward = flight.verdict, flight.forward
-    committed, num_committed, path, num_accepted, finish = (_rows(field, index) for field in verdict.decided)
-    kept = Verdict(committed, num_committed, path, num_accepted, finish, _rows(verdict.rows, index))
-    taps = None if forward.taps is None else _rows(forward.taps, index)
-    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock)
+    verdict, forward, arriving = flight.verdict, flight.forward, flight.verdict.arriving
+    committed, num_committed, path, num_accepted, finish, rows = (_rows(field, index) for field in (*verdict.decided, verdict.rows))
+    kept = Verdict(committed, num_committed, path, num_accepted, finish, rows, arriving=_only(arriving, index))
+    taps = None if forward.taps is None else _rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
+    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, _only(told, index))
+
+
+def _only(arriving: Callable[[], list[Any]] | None, index: list[int]) -> Callable[[], list[Any]] | None:
+    """Of every field the entries `index`."""
+    return None if arriving is None else lambda: [[field[i] for i in index] for field in arriving()]
 
 
 def _rows(values: Tensor, index: list[int]) -> Tensor:

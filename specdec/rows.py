@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.transfer import send, send_all
+from specdec.transfer import constant, send, send_all
 from specdec.types import DraftTree
 
 
@@ -25,19 +25,23 @@ class RowInfo:
         self.request_slots = request_slots
         self.device = device
         self.root_only = tree.tokens.shape[1] == 1
-        self.counts: list[int] = [1] * len(request_slots) if self.root_only else tree.num_nodes.tolist()
+        self.uniform = None if tree.uniform is None else tree.uniform[0]
+        alike = 1 if self.root_only else self.uniform
+        self.counts: list[int] = tree.num_nodes.tolist() if alike is None else [alike] * len(request_slots)
         self.num_rows = sum(self.counts)
 
     @cached_property
     def slots(self) -> Tensor:
         """[B] i64 request slots."""
-        return send(np.array(self.request_slots, dtype=np.int64), self.device)
+        return constant(tuple(self.request_slots), self.device)
 
     @cached_property
     def starts(self) -> Tensor:
         """[B] i64, the row of each root."""
         if self.root_only:
             return self.seq
+        if self.uniform is not None:
+            return torch.arange(0, self.num_rows, self.uniform, device=self.device)
         counts = np.array(self.counts, dtype=np.int64)
         return send(counts.cumsum() - counts, self.device)
 
@@ -46,6 +50,8 @@ class RowInfo:
         """[R] i64, index into the B sequences."""
         if self.root_only:
             return torch.arange(len(self.counts), device=self.device)
+        if self.uniform is not None:
+            return torch.arange(self.num_rows, device=self.device) // self.uniform
         return send(np.arange(len(self.counts)).repeat(self.counts), self.device)
 
     @cached_property
@@ -65,7 +71,7 @@ class RowInfo:
         return tokens, parents, depth, num_nodes
 
     def _flat(self, values: Tensor) -> Tensor:
-        return values[self.seq, self.node]
+        return values[self.seq, self.node] if self.uniform is None else values.flatten()
 
     @cached_property
     def token(self) -> Tensor:
@@ -79,7 +85,9 @@ class RowInfo:
 
     @cached_property
     def max_depth(self) -> int:
-        """Of all nodes; read on the host, where builders leave the tree."""
+        """Of all nodes; read on the host, where builders leave the tree, unless it is known."""
+        if self.tree.uniform is not None:
+            return self.tree.uniform[1]
         return 0 if self.root_only else int(self.tree.depth.max())
 
     @cached_property

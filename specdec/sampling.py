@@ -18,7 +18,6 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from specdec.penalties import Penalties
 from specdec.rng import to_key
 from specdec.rows import RowInfo
 from specdec.sequence import Sequence
-from specdec.transfer import send
+from specdec.transfer import constant
 
 _NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "typical_p": 1.0}
 _BANS = ("allowed", "bad_words", "min_tokens", "bias")  # may forbid tokens
@@ -149,7 +148,7 @@ class SamplingState:
 
     def advance(self, request_slots: Seq[int], num_committed: Tensor) -> None:
         """A verdict ([B] i64 tokens) lengthens its sequences, before the host knows of it."""
-        self.length.index_add_(0, send(np.array(request_slots, dtype=np.int64), self.device), num_committed)
+        self.length.index_add_(0, constant(tuple(request_slots), self.device), num_committed)
 
     def commit(self, seq: Sequence, new_tokens: Seq[int]) -> None:
         """After `seq.append`: `new_tokens` are the last of `seq.tokens`. Their number is known here since `advance`."""

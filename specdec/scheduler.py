@@ -17,7 +17,7 @@ from specdec.admission import check_room, max_running
 from specdec.budget import slots
 from specdec.cache.pool import BlockPool
 from specdec.cache.prefix import PrefixCache, Reuse
-from specdec.cache.sizing import least_blocks
+from specdec.cache.sizing import blocks_for, least_blocks
 from specdec.cache.tables import BlockTables, Copy
 from specdec.config import EngineConfig
 from specdec.errors import InvalidRequest, RequestTooLong
@@ -200,15 +200,15 @@ class Scheduler:
         copies = [(g, src, seq.block_tables[g][len(r.blocks[g])]) for seq, r in reuse.items() for g, src in enumerate(r.tail)]
         return Applied(tuple(copies), released)
 
-    def extend(self, seqs: Seq[Sequence]) -> bool:
-        """Room for the row that follows each sequence's step in flight, beyond what its plan reserved; False, changing nothing, where
-        there is not a block for everybody."""
+    def extend(self, seqs: Seq[Sequence], room: int = 1) -> bool:
+        """Room for the step that follows each sequence's step in flight, beyond what its plan reserved: `room` slots behind the tokens that
+        are known. False, changing nothing, where there are not blocks for everybody."""
         size = self.config.block_size
-        short = [seq for seq in seqs if len(seq.block_tables[0]) * size <= len(seq.tokens)]
-        if any(pool.num_free < len(short) for pool in self.pools):
+        missing = sum(max(0, blocks_for(len(seq.tokens) + room, size) - len(seq.block_tables[0])) for seq in seqs)
+        if any(pool.num_free < missing for pool in self.pools):
             return False
-        for seq in short:
-            self.tables.reserve(seq, len(seq.tokens) + 1)
+        for seq in seqs:
+            self.tables.reserve(seq, len(seq.tokens) + room)
         return True
 
     def _preempt(self, seq: Sequence) -> int:

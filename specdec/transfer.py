@@ -8,8 +8,9 @@ copy is still under way when its turn comes is waited for.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16  # bytes; every array of a copy starts at a multiple
-_PIECES = 16  # more than the copies of two steps
+_PIECES = 64  # more than the copies of two steps
 
 
 class _Ring:
@@ -74,6 +75,12 @@ def _part(arrived: Tensor, start: int, array: np.ndarray[Any, Any]) -> Tensor:
     return arrived[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
+@lru_cache(256)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] i64 on `device`, sent when these are first asked for. Not to be written to."""
+    return send(np.array(values, dtype=np.int64), device)
+
+
 class Fetch:
     """Tensors of 64 bits and one dtype on their way to the host: the copy is queued when this is made, `lists` waits for it alone and is
     called before as many others are made as a ring has pieces."""
@@ -90,3 +97,8 @@ class Fetch:
         self._arrived.synchronize()
         parts = self._staging.split([shape.numel() for shape in self._shapes])
         return [part.view(shape).tolist() for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def arrival(tensors: Seq[Tensor]) -> Callable[[], list[Any]]:
+    """The tensors as nested lists, when they are asked for: by one copy that is queued now (see `Fetch`), or as they lie on a CPU."""
+    return cache((lambda: [tensor.tolist() for tensor in tensors]) if tensors[0].device.type == "cpu" else Fetch(tensors).lists)

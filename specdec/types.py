@@ -107,10 +107,9 @@ class TreeLists(NamedTuple):
 class DraftTree:
     """Draft trees of the B *sampling* sequences of a plan, in plan order.
 
-    Node 0 = root = the newest token. parent < child; siblings distinct; the best path is numbered first.
-    Entries at and beyond `num_nodes[b]` are 0 and mean nothing.
-    score: the drafter's estimate that the node is accepted (cumulative along its path), used only by the policy.
-    log_q: row i is the law the children of node i were drawn from; None = point masses (deterministic drafts).
+    Node 0 = root = the newest token. parent < child; siblings distinct; the best path is numbered first. Entries at and beyond
+    `num_nodes[b]` are 0 and mean nothing. score: the drafter's estimate that the node is accepted (cumulative along its path), used only
+    by the policy. log_q: row i is the law the children of node i were drawn from; None = point masses (deterministic drafts).
     """
 
     tokens: Tensor  # [B, N] i64
@@ -120,6 +119,7 @@ class DraftTree:
     score: Tensor | None = None  # [B, N] f32
     log_q: Tensor | None = None  # [B, N, V] f32
     drafters: tuple[str | None, ...] = ()  # per sequence, None = root only
+    uniform: tuple[int, int] | None = None  # (rows that every tree has in the batch, bound of depths), where the host need not look
 
     @cached_property
     def host(self) -> TreeLists:

@@ -46,6 +46,7 @@ RANKS = {
     "trace": 8,
     "commit": 8,
     "overlap": 8,
+    "behind": 8,
     "live_heads": 8,
     "metrics": 8,
     "engine": 9,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.cache.pool import NULL_BLOCK, BlockPool
 from specdec.cache.prefix import Reuse, first_visible
@@ -37,6 +38,13 @@ def flat_slots(tables: np.ndarray, request_slots: Seq[int] | np.ndarray, cells: 
     slots = np.ascontiguousarray(tables[:, np.asarray(request_slots, dtype=np.int64), block], dtype=np.int64) * block_size + offset
     slots[:, places < 0] = -1
     return slots
+
+
+def device_slots(tables: Tensor, cells: Tensor, block_size: int, inside: Tensor | None = None) -> Tensor:
+    """`flat_slots` on a device: [G, B, n] i64 of cells [B, n] i64 of sequences with tables [G, B, M] i32; -1 where not inside."""
+    block = (cells // block_size).expand(len(tables), *cells.shape)
+    slots = tables.gather(2, block).long() * block_size + cells % block_size
+    return slots if inside is None else torch.where(inside, slots, -1)
 
 
 class BlockTables:

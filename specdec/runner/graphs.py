@@ -70,20 +70,24 @@ class Inputs:
     def fill(self, batch: Batch, features: Tensor | None) -> None:
         """Copies in. What is left of a batch before it is harmless: no sequence has those rows or reads those tables."""
         own, rows, sequences = self.batch, len(batch.input_ids), len(batch.ctx_lens)
-        own.input_ids[:rows].copy_(batch.input_ids)
-        own.positions[:rows].copy_(batch.positions)
-        own.tree_mask[:rows].copy_(batch.tree_mask)
-        own.slot_mapping[:, :rows].copy_(batch.slot_mapping)
-        own.slot_mapping[:, rows:].fill_(-1)
-        own.ctx_lens[:sequences].copy_(batch.ctx_lens)
-        own.tree_len[:sequences].copy_(batch.tree_len)
-        own.block_tables[:, :sequences, : batch.block_tables.shape[2]].copy_(batch.block_tables)
-        own.cu_query[: sequences + 1].copy_(batch.cu_query)
-        own.cu_query[sequences + 1 :].fill_(rows)
+        fields = ((own.input_ids, batch.input_ids), (own.positions, batch.positions), (own.tree_mask, batch.tree_mask))
+        _copy_all([*fields, *zip(own.slot_mapping, batch.slot_mapping, strict=True)])
+        lengths = [(own.ctx_lens, batch.ctx_lens), (own.tree_len, batch.tree_len), (own.cu_query, batch.cu_query)]
         if own.first_key is not None and batch.first_key is not None:
-            own.first_key[:sequences].copy_(batch.first_key)
+            lengths.append((own.first_key, batch.first_key))
+        _copy_all(lengths)
+        own.block_tables[:, :sequences, : batch.block_tables.shape[2]].copy_(batch.block_tables)
+        if rows < len(own.input_ids):
+            own.slot_mapping[:, rows:].fill_(-1)
+        if sequences < len(own.ctx_lens):
+            own.cu_query[sequences + 1 :].fill_(rows)
         if self.features is not None and features is not None:
             self.features[:rows].copy_(features)
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Into each first tensor as much as the second has: one launch for all, which have one dtype."""
+    torch._foreach_copy_([own[: len(values)] for own, values in pairs], [values for _, values in pairs])
 
 
 class Passes:

@@ -42,13 +42,16 @@ class Eagle3(HeadDrafter):
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
-        if len(shares) == 1 and self.noise_coupled and compiled_growth.fits(self.head, shares[0], sampling):
+        if not self._replays(shares, depths, sampling):
             return [self._compiled(shares[0], depths[0])], {}
         if self._recorded is not None and self._recorded.fit(shares, depths, sampling):
             return self._recorded.drafts(shares, depths[0], sampling), {}
         beams = beam_widths(shares, self)
         stepper = _Recurrence(self._runner, [s.seq for s in shares], beams, depths)
         return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=self.looks).drafts()
+
+    def _replays(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
+        return not (len(shares) == 1 and self.noise_coupled and compiled_growth.fits(self.head, shares[0], sampling))
 
     def _compiled(self, share: Scheduled, depth: int) -> HostDraft:
         """The draft of one sequence in one compiled call."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -190,32 +190,40 @@ def beam_widths(shares: list[Scheduled], drafter: HeadDrafter) -> list[int]:
 
 def rerank(layers: list[Layer], roots: list[int], nodes: list[int]) -> list[HostDraft]:
     """Per sequence the `nodes` likeliest nodes (root included): the best path first, then parents before children."""
-    return trees(likeliest(layers, len(roots), max(nodes)).tolist(), roots, nodes)
+    picked, drafts = likeliest(layers, len(roots), max(nodes)).tolist(), []
+    for b, (root, n) in enumerate(zip(roots, nodes, strict=True)):
+        place, score, token, parent, cell = (column[b][: n - 1] for column in picked)
+        places, tokens, parents, cells = ([int(value) for value in column] for column in (place, token, parent, cell))
+        drafts.append(numbered(root, list(zip(places, score, tokens, parents, cells, strict=True))))
+    return drafts
 
 
-def likeliest(layers: list[Layer], batch: int, nodes: int) -> Tensor:
-    """[5, B, nodes - 1] f64 (integers are exact): place in the pool of candidates, score, token, place of the parent (-1 = root), cell."""
-    columns: list[list[Tensor]] = [[], [], [], []]  # tokens, parents (pool index, -1 = root), scores, cells; each [B, C] per depth
-    before, start = -1, 0  # pool index of the first candidate of the depth before, and of this one
+class Pool(NamedTuple):
+    """The candidates of all depths of B sequences, each [B, C]. parents: places in the pool, -1 = the root."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    cells: Tensor
+
+
+def pooled(layers: list[Layer], batch: int) -> Pool:
+    """The candidates of every depth side by side."""
+    columns: list[list[Tensor]] = [[], [], [], []]  # of the pool's fields; each [B, C] per depth
+    before, start = -1, 0  # place of the first candidate of the depth before, and of this one
     for layer in layers:
         above = layer.parents + before
         for column, values in zip(columns, (layer.tokens, above, layer.scores, layer.cells), strict=True):
             column.append(values if len(layer.live) == batch else _spread(values, layer.live, batch))
         before, start = start, start + layer.tokens.shape[1]
-    tokens, parents, scores, cells = (torch.cat(column, dim=1) for column in columns)
+    return Pool(*(torch.cat(column, dim=1) for column in columns))
+
+
+def likeliest(layers: list[Layer], batch: int, nodes: int) -> Tensor:
+    """[5, B, nodes - 1] f64 (integers are exact): place in the pool of candidates, score, token, place of the parent (-1 = root), cell."""
+    tokens, parents, scores, cells = pooled(layers, batch)
     top = scores.topk(min(nodes - 1, scores.shape[1]), dim=1)
     return torch.stack([top.indices.double(), top.values.double(), *(t.gather(1, top.indices).double() for t in (tokens, parents, cells))])
-
-
-def trees(picked: list[list[list[float]]], roots: list[int], nodes: list[int]) -> list[HostDraft]:
-    """The drafts of what `likeliest` gives, as lists."""
-    drafts = []
-    for b, (root, n) in enumerate(zip(roots, nodes, strict=True)):
-        place, score, token, parent, cell = (column[b][: n - 1] for column in picked)
-        ids = ([int(value) for value in column] for column in (place, token, parent, cell))
-        places, tokens, parents, cells = ids
-        drafts.append(numbered(root, list(zip(places, score, tokens, parents, cells, strict=True))))
-    return drafts
 
 
 def _spread(values: Tensor, live: list[int], batch: int) -> Tensor:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specdec.sampling import SamplingState
     from specdec.sequence import Sequence
     from specdec.spec.proposer import DrafterContext
+    from specdec.spec.recorded_growth import Grown, RecordedDrafts
 
 _TRUST = (0.9, 0.6, 0.5, 0.4)  # acceptance over claimed chance by rank, before anything is known
 RANKS, BUCKETS = len(_TRUST), 10
@@ -143,6 +144,7 @@ class HeadDrafter(ABC):
     name: str
     needs_hidden = True
     feeds = False
+    _recorded: RecordedDrafts | None
 
     def __init__(self, context: DrafterContext):
         head = context.heads.get(self.name)
@@ -168,6 +170,7 @@ class HeadDrafter(ABC):
         self._runner = HeadRunner(head, companion, context.tables, group=group, wants=wants, columns=columns, recorder=context.recorder)
         self.scores = Scores(context.device)
         self._drafts: dict[Sequence, HostDraft] = {}
+        self._lessons: list[tuple[HostDraft, list[int], list[int], set[int]]] = []  # of the last verdicts, see `_settle`
 
     @torch.inference_mode()
     def propose(self, shares: tuple[Scheduled, ...], sampling: SamplingState) -> DraftTree:
@@ -202,12 +205,51 @@ class HeadDrafter(ABC):
         self._runner.observe(plan, tree, forward, verdict)
         if not self._drafts:
             return
+        self._settle()
         drafted, decided = tree.host, verdict.host
         for b, share in enumerate(plan.sampling):
             draft, n = self._drafts.pop(share.seq, None), drafted.num_nodes[b]
             if draft is not None and n > 1 and not decided.finish[b]:  # a cut says nothing about the head
                 taken = set(decided.path[b][: decided.num_accepted[b]])
-                self.scores.learn(draft, drafted.tokens[b][:n], drafted.parents[b][:n], taken)
+                self._lessons.append((draft, drafted.tokens[b][:n], drafted.parents[b][:n], taken))
+
+    def _settle(self) -> None:
+        """Learn what verdicts before the last have taught. A draft that is begun before the last is known reads no less than another."""
+        for lesson in self._lessons:
+            self.scores.learn(*lesson)
+        self._lessons.clear()
+
+    # -- behind a step in flight --------------------------------------------------------------------------------------
+
+    def can_follow(self, shares: list[Scheduled], sampling: SamplingState) -> bool:
+        """Whether it can draft for these shares of a step in flight, which have one budget, behind the verdict that nobody knows yet."""
+        depth = self._depth(shares[0].budget.depth)
+        if self._recorded is None or not all(self._runner.current(s.seq) for s in shares):
+            return False
+        return self._replays(shares, [depth] * len(shares), sampling) and self._recorded.fit(shares, [depth] * len(shares), sampling)
+
+    def follow(self, shares: list[Scheduled], sampling: SamplingState, verdict: Verdict, taps: Tensor, roots: Tensor) -> Grown:
+        """Trees behind the verdict of `shares`, in flight. taps: of all rows of its pass; roots [B] i64: those of the roots."""
+        assert self._recorded is not None
+        self._settle()
+        rows = roots[:, None] + torch.nn.functional.pad(verdict.path, (1, 0))
+        along = self._runner.own(taps[rows])
+        depth = self._depth(shares[0].budget.depth)
+        self._runner.ahead = {share.seq for share in shares}
+        return self._recorded.follow(shares, depth, sampling, (verdict.committed, verdict.num_committed, along))
+
+    def drew(self, seq: Sequence, draft: HostDraft) -> None:
+        """What `follow` drafted for the sequence, now that it is known here."""
+        if len(draft.tokens) > 1:
+            self._drafts[seq] = draft
+
+    def _depth(self, depth: int) -> int:
+        """Of a draft that may be so deep."""
+        return depth
+
+    def _replays(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
+        """Whether a recording would make these drafts, if it fits."""
+        return True
 
     def retap(self, context: DrafterContext) -> None:
         """The target's passes return other taps from the next step on."""

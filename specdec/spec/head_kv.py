@@ -12,7 +12,7 @@ Source: reference §2; the slot rule replaces its §2.4.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from specdec.spec.draft_kv import DraftStore
 from specdec.spec.head_progress import Job, Pick, Progress, is_plain, keep_rows
 from specdec.spec.head_rows import HeadRows
 from specdec.spec.median import Median
+from specdec.spec.tree import rows_of
 from specdec.transfer import send
 from specdec.types import Batch, DraftTree, Forward, Scheduled, StepPlan, Verdict
 
@@ -57,7 +58,7 @@ class HeadRunner:
         self.head = head
         self._companion = companion
         self._store = DraftStore(companion)
-        self._group, self._size = group, companion.block_size
+        self._group, self.block_size = group, companion.block_size
         self._progress: dict[Sequence, Progress] = {}
         self.rows = HeadRows(tables.numpy()[group], companion.block_size, self._progress)
         self._wants, self._columns = wants, columns
@@ -65,6 +66,7 @@ class HeadRunner:
         widths = Widths((1, self.blocks), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
         self._pair_times, self._pair_seconds = Median(15), 0.0
+        self.ahead: Collection[Sequence] = ()  # whose pairs of the step that is committed next have been run by the one begun behind it
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
@@ -74,16 +76,17 @@ class HeadRunner:
 
     def observe(self, plan: StepPlan, tree: DraftTree, forward: Forward, verdict: Verdict) -> None:
         """Keep the taps of committed positions; run those of prefill chunks, and of what a finished sequence leaves behind."""
-        if tree.tokens.shape[1] == 1 and is_plain(plan, self._progress, self._wants):
+        if tree.tokens.shape[1] == 1 and tree.uniform is None and not self.ahead and is_plain(plan, self._progress, self._wants):
             assert forward.taps is not None
-            keep_rows(plan, self._progress, self._own(forward.taps))
+            keep_rows(plan, self._progress, self.own(forward.taps))
             return
         owners, rows = self._committed_rows(plan, tree, verdict)
+        self.ahead = ()
         if not owners:
             return
         assert forward.taps is not None  # the runner taps what heads need
         whole = len(rows) == len(forward.taps) and rows == list(range(len(rows)))
-        taps = self._own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
+        taps = self.own(forward.taps if whole else forward.taps[send(np.array(rows, dtype=np.int64), forward.taps.device)])
         jobs = []
         parts = taps.split([count for *_, count in owners]) if len(owners) > 1 else (taps,)
         for (seq, prefill, count), own in zip(owners, parts, strict=True):
@@ -107,13 +110,13 @@ class HeadRunner:
         progress = self._progress.get(seq)
         return 0.0 if progress is None else max(0, progress.pending - 1) * self._pair_seconds
 
-    def _own(self, taps: Tensor) -> Tensor:
-        """The columns of the head."""
-        return taps if self._columns is None else taps[:, self._columns]
+    def own(self, taps: Tensor) -> Tensor:
+        """Of the target's taps the columns of the head."""
+        return taps if self._columns is None else taps[..., self._columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""
-        counts, accepted, paths = tree.host.num_nodes, verdict.host.num_accepted, verdict.host.path
+        counts, accepted, paths = rows_of(tree), verdict.host.num_accepted, verdict.host.path
         owners: list[tuple[Sequence, bool, int]] = []
         rows: list[int] = []
         row, b = 0, 0
@@ -123,9 +126,12 @@ class HeadRunner:
                 path, size, b = paths[b][: accepted[b]], size + counts[b] - 1, b + 1
             if self._wants(seq):
                 new = seq.num_computed - self._start(seq, share, len(path))
+                if seq in self.ahead and seq.finish_reason is None:
+                    self._advanced(Job(seq, new))
+                    new = 0
                 # a node's row is counted from the root's, which is the only linear one where there are nodes
                 rows += [*range(row, row + linear), *(row + node for node in path)][:new]
-                owners.append((seq, share.num_new > 1 or not share.samples, new))
+                owners += [(seq, share.num_new > 1 or not share.samples, new)] if new else []
             else:
                 self._progress.pop(seq, None)
             row += size
@@ -142,7 +148,7 @@ class HeadRunner:
         elif not share.rerun:  # the feature before the first new position is lost
             self._progress[seq] = Progress(first=start + 1, seen=start + 1)
         else:
-            whole, rest = divmod(start, self._size)
+            whole, rest = divmod(start, self.block_size)
             table = seq.block_tables[self._group]
             filled = all(self._companion.valid(block, self.head.epoch) for block in table[:whole])
             filled &= rest == 0 or self._companion.filled(table[whole], self.head.epoch) >= rest
@@ -155,7 +161,7 @@ class HeadRunner:
             return seq.num_computed - progress.seen
         if seq.finish_reason is None or progress.first > 1:
             return 0
-        return min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+        return min(progress.pending, seq.num_hashed_cached * self.block_size - progress.seen)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -163,6 +169,11 @@ class HeadRunner:
         """Whether the pair of the newest token can be run: a draft can start from it."""
         progress = self._progress.get(seq)
         return progress is not None and progress.pending > 0
+
+    def current(self, seq: Sequence) -> bool:
+        """Whether all its pairs are run but those of the step in flight."""
+        progress = self._progress.get(seq)
+        return progress is not None and progress.pending == 0 and progress.seen == seq.num_computed + 1
 
     def extend(self, seqs: list[Sequence], masks: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Run all pending pairs. (hidden, feedback), each [R, Hd]: per sequence its newest token and the `masks` rows behind."""
@@ -238,7 +249,7 @@ class HeadRunner:
         progress = self._progress.get(seq)
         if progress is None:
             return
-        due = min(progress.pending, seq.num_hashed_cached * self._size - progress.seen)
+        due = min(progress.pending, seq.num_hashed_cached * self.block_size - progress.seen)
         if due > 0 and progress.first == 1 and seq.block_tables:
             self.run([Job(seq, due)])
         del self._progress[seq]
@@ -250,7 +261,7 @@ class HeadRunner:
             progress.taps = [torch.cat(progress.taps)]  # a small view would keep the whole chunk alive
         if progress.first > 1:
             return
-        whole, rest = divmod(progress.seen, self._size)
+        whole, rest = divmod(progress.seen, self.block_size)
         table = job.seq.block_tables[self._group]
         self._companion.mark(table[progress.marked : whole], self.head.epoch)
         self._companion.mark(table[whole : whole + 1] if rest else (), self.head.epoch, rest)

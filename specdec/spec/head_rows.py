@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,3 +77,10 @@ class HeadRows:
     def first(self, seqs: list[Sequence]) -> np.ndarray:
         """[B] i32, the first key that draft rows of each sequence see."""
         return np.array([self._progress[seq].first for seq in seqs], dtype=np.int32)
+
+    def places(self, seqs: Seq[Sequence]) -> np.ndarray:
+        """[B, 3 + M] i64: request slot, newest token, first key and block table of each sequence, as far as the longest reaches."""
+        slots = [seq.request_slot for seq in seqs]
+        columns = np.array([slots, [seq.tokens[-1] for seq in seqs], self.first(list(seqs))], dtype=np.int64)
+        longest = max(len(seq.block_tables[0]) for seq in seqs)
+        return np.concatenate((columns.T, self._tables[slots, :longest]), axis=1)

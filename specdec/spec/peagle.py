@@ -45,16 +45,20 @@ class PEagle(HeadDrafter):
     def _draft(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState
     ) -> tuple[list[HostDraft], Mapping[tuple[int, int], Tensor]]:
-        trained = self.head.config.num_depths
-        depths = [min(d, trained) if trained else d for d in depths]
-        follows = self.head.config.transition > 0
-        if self._recorded is not None and (follows or chain(shares)) and self._recorded.fit(shares, depths, sampling):
+        depths = [self._depth(d) for d in depths]
+        if self._recorded is not None and self._replays(shares, depths, sampling) and self._recorded.fit(shares, depths, sampling):
             return self._recorded.drafts(shares, depths[0], sampling), {}
-        if follows:
+        if self.head.config.transition > 0:
             stepper = _Transitions(self._runner, [s.seq for s in shares], depths)
             beams = beam_widths(shares, self)
             return Growth(self, stepper, shares, depths, sampling, beams=beams, looks=False).drafts()
         return self._product(shares, depths, sampling)
+
+    def _depth(self, depth: int) -> int:
+        return min(depth, self.head.config.num_depths or depth)
+
+    def _replays(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
+        return self.head.config.transition > 0 or chain(shares)
 
     def _product(
         self, shares: list[Scheduled], depths: list[int], sampling: SamplingState

@@ -1,9 +1,10 @@
 """Drafts of a batch as one replay: `growth` recorded for one shape, with everything that changes in tensors of its own.
 
-Op by op a depth is some forty launches, which take longer than a small head's work. Recorded are all passes behind the first, the races
-for candidates (`ops.draft_topk` over the head's output layer, the whole draft vocabulary), the next beams and the choice of nodes. A
-shape is a number of sequences, one budget for all and whether anybody's noise is read; a batch is padded with copies of its first
-sequence, which write what that writes anyway. Batches that differ within, and requests whose laws are more than a temperature, go op by op.
+Op by op a depth is some forty launches, which take longer than a small head's work. Recorded are the layout of rows, all passes behind
+the first (or that one too: `recorded_start`), the races for candidates (`ops.draft_topk` over the head's output layer, the whole draft
+vocabulary), the next beams and the tree, numbered (`ops.tree_build`). A shape is a number of sequences, one budget for all and whether
+anybody's noise is read; a batch is padded with copies of its first sequence, which write what that writes anyway. Batches that differ
+within, and requests whose laws are more than a temperature, go op by op.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ from specdec import ops, rng
 from specdec.budget import beam
 from specdec.quant.none import Dense
 from specdec.runner.graphs import SEQUENCES, Outputs, Recorder, fitting
-from specdec.spec.beam import Beam, BeamRows, beam_rows
+from specdec.spec.beam import Beam
 from specdec.spec.candidates import TipRows
-from specdec.spec.growth import Growth, Layer, beam_widths, likeliest, trees
+from specdec.spec.growth import Growth, beam_widths, pooled
 from specdec.spec.head_drafter import HeadDrafter, HostDraft
-from specdec.transfer import Fetch, send_all
+from specdec.spec.recorded_start import Accepted, Given, Places
+from specdec.transfer import arrival
 from specdec.types import Scheduled
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a recorded draft. ends: address of the table of end tokens, which moves when it grows."""
+    """Of a recorded draft. ends: address of the table of end tokens, which moves when it grows. follows: starts behind a verdict."""
 
     batch: int
     nodes: int
@@ -44,6 +46,35 @@ class Shape:
     beam: int
     samples: bool
     ends: int
+    follows: bool
+
+
+class Grown(NamedTuple):
+    """B trees of up to N nodes on the device, valid until the next draft. What fills them up, at and beyond `num_nodes[b]`, is a child of
+    the root that sees what the root sees and has the token -1: nobody accepts it.
+
+    tokens, parents, depth, words (see `ancestor_words`), cells (of `Scores`) [B, N] i64, num_nodes [B] i64, score [B, N] f32.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+    words: Tensor
+    score: Tensor
+    cells: Tensor
+
+    @property
+    def told(self) -> tuple[Tensor, ...]:
+        """What the host wants to know, for `host_drafts`, all i64."""
+        return self.tokens, self.parents, self.cells, self.num_nodes, self.score.contiguous().view(torch.int32).long()
+
+
+def host_drafts(told: list[Any]) -> list[HostDraft]:
+    """The trees that `Grown.told` tells of, as lists."""
+    tokens, parents, cells, counts, bits = told
+    scores = np.array(bits, dtype=np.int32).view(np.float32).tolist()
+    return [HostDraft(*(column[:n] for column in row)) for *row, n in zip(tokens, parents, scores, cells, counts, strict=True)]
 
 
 class RecordedDrafts:
@@ -64,23 +95,32 @@ class RecordedDrafts:
 
     def drafts(self, shares: list[Scheduled], depth: int, sampling: SamplingState) -> list[HostDraft]:
         """Trees within the budgets, which are all alike."""
+        masks = 0 if self._drafter.feeds else depth - 1
+        states = self._runner.extend([s.seq for s in shares], [masks] * len(shares))
+        return host_drafts(arrival(self._run(shares, depth, sampling, states).told)())
+
+    def follow(self, shares: list[Scheduled], depth: int, sampling: SamplingState, accepted: tuple[Tensor, Tensor, Tensor]) -> Grown:
+        """The same behind a verdict in flight, all of whose tokens are run first. accepted: see `Accepted.fill`."""
+        return self._run(shares, depth, sampling, accepted, follows=True)
+
+    def _run(
+        self, shares: list[Scheduled], depth: int, sampling: SamplingState, values: tuple[Tensor, ...], *, follows: bool = False
+    ) -> Grown:
         count, budget = len(shares), shares[0].budget
         size = fitting(SEQUENCES, count) or count
         samples = sampling.samples([s.seq.request_slot for s in shares])
-        shape = Shape(size, budget.nodes, depth, budget.width, beam(budget), samples, sampling.end_ids.data_ptr())
+        shape = Shape(size, budget.nodes, depth, budget.width, beam(budget), samples, sampling.end_ids.data_ptr(), follows)
         self._drafter.scores.table()  # up to date before it is read
         padded = shares + [shares[0]] * (size - count)
         if shape not in self._made:
             kind = Fed if self._drafter.feeds else Followed
-            made = kind(self._drafter, self._runner, padded, depth, sampling)
-            made.fill(shares, padded)
-            self._made[shape] = made, self._record(lambda: (likeliest(made.layers(), size, budget.nodes),))
+            made = kind(self._drafter, self._runner, padded, depth, sampling, follows=follows)
+            made.fill(padded, values)
+            self._made[shape] = made, self._record(made.grown)
         else:
-            self._made[shape][0].fill(shares, padded)
-        (picked,) = self._made[shape][1]()
-        assert picked is not None
-        lists = Fetch([picked]).lists()[0] if picked.is_cuda else picked.tolist()
-        return trees(lists, [s.seq.tokens[-1] for s in shares], [budget.nodes] * count)
+            self._made[shape][0].fill(padded, values)
+        outputs = self._made[shape][1]()
+        return Grown(*(output[:count] for output in outputs if output is not None))
 
 
 class Recorded(Growth):
@@ -89,18 +129,27 @@ class Recorded(Growth):
     padded: the sequences of the recording's size, as in `fill`. It is a stepper too, its own.
     """
 
-    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
-        head, method = drafter.head, drafter.head.lm_head.method
+    _roots: Tensor  # [B] newest tokens, where the draft started
+
+    def __init__(
+        self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState, *, follows: bool
+    ):
+        head, method, size = drafter.head, drafter.head.lm_head.method, len(padded)
         assert isinstance(method, Dense)
-        self._runner, self._head, self._depth, self._drafter = runner, head, depth, drafter
+        self._runner, self._head, self._depth = runner, head, depth
         self._weight, self._ids = method.weight, head.target_ids
         self._samples = sampling.samples([s.seq.request_slot for s in padded])
-        self._slots = torch.zeros(len(padded), dtype=torch.int64, device=head.device)
-        super().__init__(drafter, self, padded, [depth] * len(padded), sampling, beams=beam_widths(padded, drafter), looks=False)
+        self._places = Places(size, runner, head.device)
+        masks = 0 if drafter.feeds else depth - 1
+        self._start: Given | Accepted
+        self._start = Accepted(size, padded[0].budget.depth + 1, masks, runner) if follows else Given(size, 1 + masks, runner)
+        self._nodes = torch.full((size,), padded[0].budget.nodes, dtype=torch.int64, device=head.device)
+        super().__init__(drafter, self, padded, [depth] * size, sampling, beams=beam_widths(padded, drafter), looks=False)
 
-    @abstractmethod
-    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
-        """Run what is pending of the sequences, and set the inputs. padded: shares, then copies of the first."""
+    def fill(self, padded: list[Scheduled], values: tuple[Tensor, ...]) -> None:
+        """Set the inputs. padded: the sequences, then copies of the first. values: what the start is filled with, of the former alone."""
+        self._places.fill([s.seq for s in padded])
+        self._start.fill(*values)
 
     @abstractmethod
     def begin(self) -> Tensor:
@@ -110,16 +159,25 @@ class Recorded(Growth):
     def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """[B * width, Hd], as in `Stepper`."""
 
-    def layers(self) -> list[Layer]:
-        """The candidates of every depth."""
+    def grown(self) -> Outputs:
+        """The fields of `Grown`."""
         self._load()
-        return self._run()
+        tokens, parents, scores, cells = pooled(self._run(), len(self.shares))
+        most = self.shares[0].budget.nodes
+        built = ops.tree_build(tokens, parents, scores, self._roots, self._nodes, most, self._depth)
+        placed = cells.gather(1, built.places.clamp(min=0))
+        inside = torch.arange(most, device=self.device) < built.num_nodes[:, None]
+        columns = (torch.where(inside, v, filler) for v, filler in ((built.tokens, -1), (built.depth, 1), (built.words, 1)))
+        nodes, depth, words = columns
+        return Grown(nodes, built.parents, depth, built.num_nodes, words, built.score, placed)
 
     def keep(self, index: Tensor) -> None:
         """All trees are equally deep."""
         raise AssertionError
 
     def _load(self) -> None:
+        self._place = self._places.read(self.sampling)
+        self._slots = self._place.request_slots
         self.ends = self.sampling.end_ids[self._slots][:, None, :]
         self.base = self.rated.base(self.sampling.noisy[self._slots], self.width)[:, None]
         self.ranked = self.allowed = None
@@ -134,45 +192,14 @@ class Recorded(Growth):
         return ids, chances
 
 
-def _padded(own: Tensor, values: Tensor) -> None:
-    """Into own [B, any] the fewer rows of values, then copies of the first."""
-    own[: len(values)].copy_(values)
-    own[len(values) :].copy_(values[:1].expand(len(own) - len(values), *values.shape[1:]))
-
-
-def _request_slots(shares: list[Scheduled]) -> np.ndarray:
-    return np.array([s.seq.request_slot for s in shares], dtype=np.int64)
-
-
 class Fed(Recorded):
     """EAGLE-3: every depth but the last is a pass of the head over a beam."""
 
-    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
-        super().__init__(drafter, runner, padded, depth, sampling)
-        rows, device, size = self._layout(padded), self._head.device, (len(padded), self._head.config.hidden_size)
-        shapes = [*(array.shape for array in rows[:-1]), (1, len(padded), runner.blocks)]
-        dtypes = [torch.from_numpy(array).dtype for array in rows]
-        self._beam_rows = BeamRows(*(torch.zeros(shape, dtype=d, device=device) for shape, d in zip(shapes, dtypes, strict=True)))
-        self._hidden, self._first_feedback = (torch.zeros(size, dtype=self._head.dtype, device=device) for _ in range(2))
-
-    def _layout(self, padded: list[Scheduled]) -> list[np.ndarray]:
-        return beam_rows(self._runner.rows, [s.seq for s in padded], beam_widths(padded, self._drafter), [self._depth] * len(padded))
-
-    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
-        """See `Recorded`."""
-        hidden, feedback = self._runner.extend([s.seq for s in shares])
-        *sent, tables, slots = send_all([*self._layout(padded), _request_slots(padded)], self._head.device)
-        for own, arrived in zip(self._beam_rows[:-1], sent, strict=True):
-            own.copy_(arrived)
-        self._beam_rows.tables[:, :, : tables.shape[2]].copy_(tables)
-        self._slots.copy_(slots)
-        _padded(self._hidden, hidden)
-        _padded(self._first_feedback, feedback)
-
     def begin(self) -> Tensor:
         """[B, Hd]"""
-        self._beam, self._feedback = Beam(self._runner.run_rows, self._beam_rows), self._first_feedback
-        return self._hidden
+        self._roots, states, self._feedback = self._start(self._place)
+        self._beam = Beam(self._runner.run_rows, self._place.beam_rows(max(self.beams), self._depth))
+        return states[:, 0].contiguous()
 
     def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """[B * width, Hd]"""
@@ -183,19 +210,9 @@ class Fed(Recorded):
 class Followed(Recorded):
     """P-EAGLE: the rows of all depths come from one pass; the transition, where there is one, is recorded."""
 
-    def __init__(self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState):
-        super().__init__(drafter, runner, padded, depth, sampling)
-        size = (len(padded), depth, self._head.config.hidden_size)
-        self._hidden = torch.zeros(size, dtype=self._head.dtype, device=self._head.device)
-
-    def fill(self, shares: list[Scheduled], padded: list[Scheduled]) -> None:
-        """See `Recorded`."""
-        states, _ = self._runner.extend([s.seq for s in shares], [self._depth - 1] * len(shares))
-        _padded(self._hidden, states.view(len(shares), self._depth, -1))
-        self._slots.copy_(send_all([_request_slots(padded)], self._head.device)[0])
-
     def begin(self) -> Tensor:
         """[B, Hd]"""
+        self._roots, self._hidden, _ = self._start(self._place)
         self._row = 0
         return self._hidden[:, 0].contiguous()
 

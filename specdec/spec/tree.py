@@ -126,6 +126,11 @@ def trim(tree: DraftTree, num_nodes: Tensor) -> DraftTree:
     )
 
 
+def rows_of(tree: DraftTree) -> list[int]:
+    """Rows of the batch that each tree has."""
+    return tree.host.num_nodes if tree.uniform is None else [tree.uniform[0]] * len(tree.tokens)
+
+
 def ancestor_words(tree: DraftTree) -> Tensor:
     """[B, N] i64: the ancestor word of every node, 0 beyond `num_nodes`.
 

@@ -103,7 +103,8 @@ class Verifier:
         slot = rows.slot
         coins = ops.philox_uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], rng.SYNTH)
         first = torch.full_like(rows.node, rows.num_rows).scatter_reduce(0, rows.parent, torch.where(rows.node > 0, rows.node, 64), "amin")
-        return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate))
+        real = rows.token >= 0  # what fills up a tree on the device is none of its nodes
+        return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate) & real)
 
 
 def cut(verdict: Verdict, stuck: Tensor) -> Verdict:

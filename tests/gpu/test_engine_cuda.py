@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run
 from tests.spec import heads
 
@@ -101,3 +102,59 @@ def test_recorded_drafts_change_no_token(method: str, temperature: float) -> Non
             assert on[name].outputs[0].token_ids == off[name].outputs[0].token_ids, name
     assert logs[1].drafted == logs[0].drafted > 0
     assert abs(logs[1].accepted - logs[0].accepted) <= 2
+
+
+BEHIND = {
+    "eagle3 chain": heads.chain("eagle3", 3),
+    "eagle3 tree": heads.tree("eagle3", 24, 4, 5),
+    "peagle chain": heads.chain("peagle", 3),
+    "following tree": heads.tree("peagle", head=heads.random_head("peagle", transition=24)),
+}
+
+
+@pytest.mark.parametrize("shape", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("verify", ["coupled", "synthetic"])
+def test_heads_draft_one_step_behind(shape: SpecConfig, temperature: float, verify: str) -> None:
+    """Step for step the drafts, verdicts and statistics of the plain loop, most of them begun before the verdict of the one before."""
+    spec = shape if verify == "coupled" else replace(shape, verify=verify, synthetic_acceptance=(0.8, 0.6, 0.4))
+    options = {"device": "cuda", "dtype": "float32", "deterministic": True, "kv_cache_bytes": 1 << 26}
+    params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True)
+    requests = {f"r{n}": ([n, *P], replace(params, max_tokens=n)) for n in (40, 50, 60)}
+    waits, behind = engine(spec, overlap=False, **options), engine(spec, **options)
+    counts, follow = [], behind.behind.follow
+
+    def counted(*args: Any) -> Any:
+        found = follow(*args)
+        counts.append(found is not None)
+        return found
+
+    behind.behind.follow = counted
+    logs = Log(), Log()
+    found = [run(target, requests, log=log, trace=True) for target, log in zip((waits, behind), logs, strict=True)]
+    assert sum(counts) > 5
+    assert (logs[1].drafted, logs[1].accepted, logs[1].steps) == (logs[0].drafted, logs[0].accepted, logs[0].steps)
+    for name in requests:
+        assert found[1][name].outputs[0].token_ids == found[0][name].outputs[0].token_ids, name
+        assert str(found[1][name].trace) == str(found[0][name].trace), name
+
+
+@pytest.mark.parametrize("shape", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("verify", ["coupled", "synthetic"])
+def test_a_step_is_begun_without_waiting(shape: SpecConfig, verify: str) -> None:
+    """Once its shape is recorded, nothing in it makes the host wait for the device."""
+    spec = shape if verify == "coupled" else replace(shape, verify=verify, synthetic_acceptance=(0.8, 0.6, 0.4))
+    target = engine(spec, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 26)
+    calls, follow = [], target.behind.follow
+
+    def watched(*args: Any) -> Any:
+        calls.append(1)
+        torch.cuda.set_sync_debug_mode("default" if len(calls) < 3 else "error")
+        try:
+            return follow(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    target.behind.follow = watched
+    run(target, {"a": (P, SamplingParams(temperature=0.9, seed=1, max_tokens=100, ignore_eos=True))})
+    assert len(calls) > 10

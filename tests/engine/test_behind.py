@@ -1,0 +1,244 @@
+"""The host one step behind where heads draft: the same tokens, statistics and caches as the plain loop. A replay is the pass itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import boot
+from specdec.config import SamplingParams, SpecConfig
+from specdec.engine import Engine
+from specdec.runner.graphs import Outputs
+from specdec.spec.tree import ancestor_words, tree_from_lists
+from specdec.types import Scheduled, StepPlan
+from tests.engine.test_overlap import STATISTICS, cached
+from tests.harness import GREEDY, Log, P, R, assert_same, drain, engine, run
+from tests.spec import heads
+
+SHAPES = {
+    "eagle3 chain": heads.chain("eagle3", 3),
+    "eagle3 tree": heads.tree("eagle3"),
+    "eagle3 wide": heads.tree("eagle3", nodes=24, depth=4, width=5),
+    "peagle chain": heads.chain("peagle", 3),
+    "following tree": heads.tree("peagle", head=heads.random_head("peagle", transition=24)),
+}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorder(run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        return run
+
+    monkeypatch.setattr(boot, "_recorder", lambda config, device: lambda: recorder)
+
+
+def pair(spec: SpecConfig, **options: Any) -> list[Engine]:
+    """The plain loop, and one step behind."""
+    options = {"dtype": "bfloat16", "deterministic": True} | options
+    return [engine(spec, overlap=on, **options) for on in (False, True)]
+
+
+def followed(target: Engine) -> list[int]:
+    """Sequences of each step that is begun behind another from now on."""
+    counts: list[int] = []
+    follow = target.behind.follow
+
+    def seen(*args: Any) -> Any:
+        found = follow(*args)
+        if found is not None:
+            counts.append(len(found.plan.scheduled))
+        return found
+
+    target.behind.follow = seen  # type: ignore[method-assign]
+    return counts
+
+
+def watched(target: Engine) -> list[tuple[Any, ...]]:
+    names = (*STATISTICS, "drafts", "accepted_position")
+    seen: list[tuple[Any, ...]] = []
+    target.observers.append(lambda stats: seen.append(tuple(getattr(stats, name) for name in names)))
+    return seen
+
+
+def learned(target: Engine) -> list[float]:
+    return [rate for drafter in target.proposers.values() for rate in drafter.scores.rates]  # type: ignore[attr-defined]
+
+
+def requests(count: int, temperature: float, **fields: Any) -> dict[str, Any]:
+    params = SamplingParams(temperature=temperature, seed=11, ignore_eos=True, **fields)
+    return {f"r{i}": ([i + 3, *P], replace(params, max_tokens=20 + 2 * i)) for i in range(count)}
+
+
+def same(targets: list[Engine], asked: dict[str, Any], *, at_least: int = 5) -> dict[str, Any]:
+    """Runs both; tokens, statistics step for step, what is cached and what was learned are the same. At least so many steps follow."""
+    counts, seen = followed(targets[1]), [watched(target) for target in targets]
+    found = [run(target, asked, trace=True) for target in targets]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+        assert str(found[1][name].trace) == str(found[0][name].trace)
+    assert len(counts) >= at_least
+    assert seen[1] == seen[0]
+    assert cached(targets[1]) == cached(targets[0])
+    assert learned(targets[1]) == learned(targets[0])
+    return found[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_same_as_the_plain_loop(shape: SpecConfig, temperature: float, count: int) -> None:
+    same(pair(shape), requests(count, temperature))
+
+
+@pytest.mark.parametrize("shape", [heads.chain, heads.tree])
+@pytest.mark.parametrize("kind", ["last", "two_groups"])
+def test_what_is_accepted(shape: Any, kind: str) -> None:
+    """A head that is right: long paths. Windows slide over them."""
+    head = heads.knowing_head("eagle3") if kind == "last" else heads.random_head("eagle3", kind="two_groups")
+    found = same(pair(shape("eagle3", head=head), kind=kind), requests(3, 0.0), at_least=2)
+    assert sum(output.metrics.accepted for output in found.values()) > (30 if kind == "last" else -1)
+
+
+def test_what_is_accepted_moves() -> None:
+    """A head that is right about which tokens may come, and not about the noise: paths through later children."""
+    spec = heads.tree("eagle3", nodes=20, width=4, head=heads.knowing_head("eagle3", flat=0.3))
+    targets, moves = pair(spec, kind="last"), []
+    move = targets[0].kv.move
+
+    def moved(group: int, source: Any, target: Any) -> None:
+        moves.extend(target.tolist())
+        move(group, source, target)
+
+    targets[0].kv.move = moved  # type: ignore[method-assign]
+    same(targets, requests(3, 0.9), at_least=2)
+    assert moves
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle"])
+@pytest.mark.parametrize("shape", [heads.chain, heads.tree])
+def test_synthetic_acceptance(method: str, shape: Any) -> None:
+    head = heads.random_head(method, transition=24) if method == "peagle" else None
+    spec = shape(method, depth=3, head=head, verify="synthetic", synthetic_acceptance=(0.9, 0.7, 0.5))
+    found = same(pair(spec), requests(3, 0.0), at_least=3)
+    assert all(output.metrics.acceptance_length > 2 for output in found.values())
+
+
+def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
+    target = pair(heads.tree("eagle3"), kind="two_groups")[1]
+    for i in range(3):
+        target.add_request(str(i), [i + 3, *P], GREEDY)
+    for _ in range(3):
+        target.step()
+    shares = [Scheduled(seq, 1, True) for seq in target.scheduler.running]
+    target.scheduler.extend([share.seq for share in shares], 8)
+    tree = tree_from_lists([([7, 8, 9, 10], [-1, 0, 0, 2], None), ([5, 6, 7, 8], [-1, 0, 1, 2], None), ([1, 2, 3, 4], [-1, 0, 0, 0], None)])
+    host = target.builder.build(StepPlan(tuple(shares)), tree)
+    _, tables = target.builder.tables_of([share.seq for share in shares])
+    newest = torch.tensor([share.seq.num_computed for share in shares])
+    found = target.builder.trees(tree, tree.num_nodes, ancestor_words(tree), newest, tables)
+    for name in ("input_ids", "positions", "cu_query", "ctx_lens", "tree_len", "tree_mask", "slot_mapping", "logit_rows"):
+        assert torch.equal(getattr(found, name), getattr(host, name)), name
+    blocks = host.block_tables.shape[2]
+    assert torch.equal(found.block_tables[:, :, :blocks], host.block_tables)
+    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), ancestor_words(tree), newest, tables)
+    assert (fewer.slot_mapping < 0).tolist() == [[False] * 6 + [True] * 2 + [False] + [True] * 3] * 2
+
+
+def test_an_end_token_in_the_middle() -> None:
+    """It is drafted, too: trees end there, with fewer nodes than planned."""
+    spec = heads.chain("eagle3", 3, head=heads.knowing_head("eagle3"))
+    asked = requests(3, 0.0)
+    free = run(pair(spec, kind="last")[0], asked)
+    ends = [free[name].outputs[0].token_ids[8 + 2 * i] for i, name in enumerate(asked)]
+    asked = {name: (ids, replace(params, stop_token_ids=[end])) for (name, (ids, params)), end in zip(asked.items(), ends, strict=True)}
+    same(pair(spec, kind="last"), asked, at_least=1)
+
+
+def test_a_stop_string_in_the_middle() -> None:
+    spec = heads.tree("eagle3")
+    asked = requests(3, 0.9)
+    free = run(pair(spec)[0], asked)
+    stop = free["r1"].outputs[0].text[20:22]
+    asked["r1"] = (asked["r1"][0], replace(asked["r1"][1], stop=[stop]))
+    found = same(pair(spec), asked)
+    assert found["r1"].outputs[0].stop_reason == stop
+    assert stop not in found["r1"].outputs[0].text
+
+
+def test_abort_while_in_flight() -> None:
+    """The request slot and the blocks go to a new request while the old rows are still under way."""
+    spec = heads.tree("eagle3")
+    plain, target = pair(spec, max_num_seqs=2)
+    counts = followed(target)
+    target.add_request("a", P, replace(GREEDY, max_tokens=60))
+    target.add_request("b", R, replace(GREEDY, max_tokens=60))
+    for _ in range(6):
+        target.step()
+    assert counts and target._flight is not None
+    target.abort("a")
+    sampled = replace(GREEDY, temperature=0.9, seed=5)
+    target.add_request("c", P, sampled)
+    outputs = drain(target, Log())
+    assert outputs["a"].outputs[0].finish_reason == "abort"
+    expected = run(plain, {"b": (R, replace(GREEDY, max_tokens=60)), "c": (P, sampled)})
+    assert outputs["c"].outputs[0].token_ids == expected["c"].outputs[0].token_ids
+    assert expected["b"].outputs[0].token_ids[-len(outputs["b"].outputs[0].token_ids) :] == outputs["b"].outputs[0].token_ids
+
+
+def test_an_admission_in_the_middle() -> None:
+    spec = heads.chain("eagle3", 3)
+    found = []
+    for target in pair(spec):
+        counts = followed(target)
+        log = Log()
+        target.add_request("a", P, replace(GREEDY, max_tokens=50))
+        for _ in range(6):
+            for delta in target.step():
+                log.deltas.setdefault(delta.request_id, []).append(delta)
+        target.add_request("b", R, replace(GREEDY, max_tokens=30))
+        found.append(drain(target, log))
+    assert 2 in counts and 1 in counts
+    for name in ("a", "b"):
+        assert_same(found[1][name], found[0][name], tolerance=0)
+
+
+@pytest.mark.parametrize("shape", ["eagle3 tree", "peagle chain"])
+def test_preemption_for_want_of_blocks(shape: str) -> None:
+    targets, asked, logs = pair(SHAPES[shape], num_kv_blocks=40), requests(8, 0.9), (Log(), Log())
+    counts = followed(targets[1])
+    found = [run(target, asked, log=log) for target, log in zip(targets, logs, strict=True)]
+    assert logs[0].preempted and logs[1].preempted and counts
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+
+
+def test_heads_are_swapped_in_flight() -> None:
+    """The step in flight is committed with the head that drafted it; with a head on trial nobody goes ahead."""
+    spec = heads.tree("eagle3")
+    found = []
+    for target in pair(spec):
+        counts, log = followed(target), Log()
+        target.add_request("a", P, replace(GREEDY, max_tokens=60))
+        for _ in range(6):
+            for delta in target.step():
+                log.deltas.setdefault(delta.request_id, []).append(delta)
+        before = len(counts)
+        target.swap_heads(target.heads.load(heads.random_head("eagle3", seed=5)))
+        found.append(drain(target, log)["a"])
+    assert before and (len(counts) == before) == target.heads.on_trial
+    assert_same(found[1], found[0], tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0.9}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"bad_words": ["xyz"]}], ids=lambda fields: next(iter(fields))
+)
+def test_what_waits_for_the_verdict(fields: dict[str, Any]) -> None:
+    same(pair(heads.chain("eagle3", 3)), requests(1, 0.9, **fields), at_least=0)
+    target = pair(heads.chain("eagle3", 3))[1]
+    counts = followed(target)
+    run(target, requests(1, 0.9, **fields))
+    assert not counts
