@@ -37,11 +37,19 @@ SPECDEC_DEVICE void wait_barrier(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-// `bytes`, a multiple of 16, from global to shared memory; `barrier` counts them when they are there.
-SPECDEC_DEVICE void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier, uint64_t policy) {
+// `rows` rows from `row` on, `bytes` of each from byte `start` on, of a matrix at `from` with rows of `pitch` bytes.
+struct Box {
+  const void* from;
+  int pitch, start, row, bytes, rows;
+};
+
+// The box, row behind row, into shared memory, by a map (a CUtensorMap in units of 8 bytes, made for boxes of this size); `barrier` counts the
+// bytes when they are there.
+SPECDEC_DEVICE void copy_box(void* to, const void* map, const Box& box, uint64_t* barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(box.start / 8), "r"(box.row), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

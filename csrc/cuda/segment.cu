@@ -1,7 +1,30 @@
 // Launches of the decoder segment behind a C interface (kernels/cuda_library.py). Functions return a cudaError_t.
+#include <cuda.h>
+
+#include <cstring>
+
 #include "segment.h"
 
 namespace specdec::segment {
+
+// The map of a weight for boxes of TILE rows by one chunk, in units of 8 bytes, of which a box may have 256 a row.
+cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
+  static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  if (encode == nullptr) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result)) return error;
+    if (found == nullptr) return cudaErrorNotSupported;
+    encode = reinterpret_cast<decltype(encode)>(found);
+  }
+  static_assert(sizeof(Map) == sizeof(CUtensorMap));
+  const cuuint64_t row = cuuint64_t(matrix.columns) * bytes, sizes[2] = {row / 8, cuuint64_t(matrix.rows)}, pitch[1] = {row};
+  const cuuint32_t box[2] = {cuuint32_t(matrix.chunk / 8), TILE}, steps[2] = {1, 1};
+  const CUresult result = encode(
+      reinterpret_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 2, const_cast<void*>(matrix.data), sizes, pitch, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 template <class Weight, int TOKEN_TILES, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS + 32, 1) decoder_segment(const __grid_constant__ Call call) {
@@ -38,8 +61,14 @@ extern "C" {
 
 // format: 0 bf16, 1 e4m3. warps: 8 or 16. limit: bytes of shared memory that a block may have. At most `ctas` blocks, all at once.
 int specdec_segment(
-    const specdec::segment::Call* call, int format, int warps, int ctas, int limit, int early, int device, cudaStream_t stream) {
+    const void* arguments, int format, int warps, int ctas, int limit, int early, int device, cudaStream_t stream) {
   using namespace specdec::segment;
+  Call own;  // aligned as maps must be
+  std::memcpy(static_cast<void*>(&own), arguments, sizeof own);
+  const Call* call = &own;
+  for (int p = 0; p < PHASES; p++)
+    if (own.matrix[p].rows != 0)
+      if (cudaError_t error = describe(own.matrix[p], format == 0 ? 2 : 1, &own.map[p])) return error;
   if (call->M < 1 || call->M > 16 || call->stages < 2 || call->stages > MAX_STAGES || ctas < 1) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   if (format == 0)

@@ -42,6 +42,11 @@ constexpr int MAX_STAGES = 16;
 constexpr int PHASES = 4;
 enum Phase { OUT, GATE_UP, DOWN, QKV };
 
+// What the copy engine knows of a weight: chunks of 16 rows come with one instruction, where row by row would take sixteen of some 60 ns each.
+struct alignas(64) Map {
+  uint64_t words[16];
+};
+
 // A weight [rows, columns], rows without gaps. scale [rows] f32, null = 1. chunk: bytes of a row in a unit, a multiple of STEP that divides
 // a row. window: columns of the tokens that are in shared memory at a time, all or whole chunks of them; all where the phase begins with a
 // norm. rows = 0: the phase is left out.
@@ -66,6 +71,7 @@ struct Call {
   const void *mixed, *residual, *post_norm, *next_norm;
   void *mid, *inner, *last, *next;
   unsigned long long* barrier;
+  Map map[PHASES];  // set at the launch
   Matrix matrix[PHASES];
   Rotary rotary;
   float post_eps, next_eps;
@@ -73,7 +79,6 @@ struct Call {
 };
 
 SPECDEC_BOTH constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-SPECDEC_BOTH constexpr int weight_pitch(int chunk) { return round_up(chunk, 128) + 64; }  // bytes; two rows fill all banks
 
 // A weight's numbers as operands. BYTES: of one; PRODUCTS: in a step; X: bytes of tokens that a lane reads with its 16 of the weight.
 struct Plain {
@@ -109,15 +114,17 @@ struct E4m3Rows {
 // Shared memory: barriers, sums of all warps, tokens, then the ring of units.
 struct Room {
   int sums, tokens, ring, stage, bytes;
+  // Tokens take as many rows as there are: a lane whose token is none reads the last one, and nobody its sums.
   SPECDEC_BOTH Room(const Call& call, int token_pitch, int token_tiles, int warps) {
     stage = 0;
     for (int p = 0; p < PHASES; p++) {
-      const int size = TILE * weight_pitch(call.matrix[p].chunk);
+      const int size = TILE * call.matrix[p].chunk;
       stage = size > stage ? size : stage;
     }
+    stage = round_up(stage, 128);
     sums = 512;
     tokens = sums + warps * TILES * token_tiles * 512;
-    ring = tokens + round_up(8 * token_tiles * token_pitch, 128);
+    ring = tokens + round_up(call.M * token_pitch, 128);
     bytes = ring + call.stages * stage;
   }
 };
@@ -151,8 +158,8 @@ struct Kernel {
       publish_barriers();
     }
     block_barrier();
-    if (warp == WARPS) fetch();
-    else compute();
+    if (warp < WARPS) compute();
+    else if (lane == 0) fetch();
   }
 
   // ---- Places
@@ -179,7 +186,7 @@ struct Kernel {
     return item / half * 2 * half + item % half + t * half;
   }
 
-  // ---- The warp that fetches
+  // ---- The thread that fetches
 
   SPECDEC_DEVICE void fetch() const {
     const uint64_t policy = evict_first();
@@ -187,7 +194,7 @@ struct Kernel {
 #pragma unroll 1
     for (int phase = 0; phase < PHASES; phase++) {
       const Matrix& matrix = call.matrix[phase];
-      const int end = first(phase, cta + 1), pitch = weight_pitch(matrix.chunk), row = matrix.columns * Weight::BYTES;
+      const int end = first(phase, cta + 1), row = matrix.columns * Weight::BYTES;
 #pragma unroll 1
       for (int item = first(phase, cta); item < end; item += stride(phase)) {
         const int count = tiles(phase, item, end);
@@ -196,11 +203,9 @@ struct Kernel {
 #pragma unroll 1
           for (int t = 0; t < count; t++) {
             wait_barrier(empty(turn.stage), turn.parity ^ 1);
-            if (lane == 0) expect_bytes(full(turn.stage), TILE * matrix.chunk);
-            warp_barrier();
-            const int64_t from = int64_t(tile(phase, item, t) * TILE + lane) * row + start;
-            if (lane < TILE)
-              bulk_copy(unit(turn.stage) + lane * pitch, static_cast<const char*>(matrix.data) + from, matrix.chunk, full(turn.stage), policy);
+            expect_bytes(full(turn.stage), TILE * matrix.chunk);
+            const Box box{matrix.data, row, start, tile(phase, item, t) * TILE, matrix.chunk, TILE};
+            copy_box(unit(turn.stage), call.map[phase].words, box, full(turn.stage), policy);
             turn.advance(call.stages);
           }
       }
@@ -270,9 +275,14 @@ struct Kernel {
 
   // Adds this warp's steps of a unit; tokens' columns of its chunk begin at `offset`.
   SPECDEC_DEVICE void multiply(float (&sums)[TOKEN_TILES][4], const char* codes, int chunk, int offset) const {
-    const char* own = codes + group * weight_pitch(chunk) + 16 * quad;
-    const char* x = tokens() + group * token_pitch + 2 * offset + Weight::X * quad;
-    const int eight = 8 * weight_pitch(chunk);
+    const char* own = codes + group * chunk + 16 * quad;
+    const char* x[TOKEN_TILES];
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+      const int token = 8 * n + group;
+      x[n] = tokens() + (token < call.M ? token : call.M - 1) * token_pitch + 2 * offset + Weight::X * quad;
+    }
+    const int eight = 8 * chunk;
 #pragma unroll 2
     for (int step = warp; step < chunk / STEP; step += WARPS) {
       const uint4 low = *reinterpret_cast<const uint4*>(own + step * STEP);
@@ -282,7 +292,7 @@ struct Kernel {
       for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
         for (int i = 0; i < Weight::X / 16; i++)
-          right[n][i] = *reinterpret_cast<const uint4*>(x + 8 * n * token_pitch + step * 4 * Weight::X + 16 * i);
+          right[n][i] = *reinterpret_cast<const uint4*>(x[n] + step * 4 * Weight::X + 16 * i);
 #pragma unroll
       for (int p = 0; p < Weight::PRODUCTS; p++) {
         uint32_t left[4];
@@ -305,11 +315,16 @@ struct Kernel {
     if (PHASE == GATE_UP || PHASE == QKV) {
       load_normed(input, PHASE == QKV ? call.next_norm : call.post_norm, PHASE == QKV ? call.next_eps : call.post_eps, columns);
     } else {
-      const char* from = static_cast<const char*>(input) + int64_t(column) * 2;
-      for (int i = thread; i < call.M * vectors; i += CONSUMERS) {
-        const int row = i / vectors, vector = i % vectors;
-        put(row, vector, load_fresh(reinterpret_cast<const uint4*>(from + int64_t(row) * columns * 2) + vector));
-      }
+      const uint4* from = static_cast<const uint4*>(input) + column / 8;
+#pragma unroll 1
+      for (Share share(call.M, warp, lane); share.row < call.M; share.next())
+        for (int v = share.begin; v < vectors; v += HELD * share.apart) {
+          uint4 held[HELD];
+          hold(held, from + int64_t(share.row) * (columns / 8), v, share.apart, vectors);
+#pragma unroll
+          for (int i = 0; i < HELD; i++)
+            if (v + i * share.apart < vectors) put(share.row, v + i * share.apart, held[i]);
+        }
     }
     named_barrier(cta, CONSUMERS);
   }
@@ -321,29 +336,56 @@ struct Kernel {
     *reinterpret_cast<uint4*>(place(row, vector)) = value;
   }
 
-  // weight · x / √(mean(x²) + eps), rounded after the quotient and after the product. Rows come twice: for their squares, and from the
-  // second level cache again for their numbers, which registers would not hold.
+  // A warp's part of the tokens' rows: as many warps a row as there are, in vectors of 8 numbers. Loads go out together, HELD at a time,
+  // because a row comes from the second level cache, which answers late.
+  static constexpr int HELD = 4;
+  struct Share {
+    int row, begin, apart, rows;
+    SPECDEC_DEVICE Share(int rows_, int warp, int lane) {
+      int together = 1;
+      while (2 * together * rows_ <= WARPS) together *= 2;
+      row = warp / together, begin = warp % together * 32 + lane, apart = 32 * together, rows = WARPS / together;
+    }
+    SPECDEC_DEVICE void next() { row += rows; }
+  };
+  static SPECDEC_DEVICE void hold(uint4 (&held)[HELD], const uint4* row, int v, int apart, int vectors) {
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+      if (v + i * apart < vectors) held[i] = load_fresh(row + v + i * apart);
+  }
+
+  // weight · x / √(mean(x²) + eps), rounded after the quotient and after the product. Numbers wait where they will be for the squares of all.
   SPECDEC_DEVICE void load_normed(const void* input, const void* weight, float eps, int columns) const {
-    const uint4* x = static_cast<const uint4*>(input);
     const uint4* w = static_cast<const uint4*>(weight);
     const int vectors = columns / 8;
     float* partial = row_sums();
 #pragma unroll 1
-    for (int row = 0; row < call.M; row++) {
+    for (Share share(call.M, warp, lane); share.row < call.M; share.next()) {
       float squares = 0.0f;
-      for (int v = thread; v < vectors; v += CONSUMERS) squares += squared(load_fresh(x + int64_t(row) * vectors + v));
+#pragma unroll 1
+      for (int v = share.begin; v < vectors; v += HELD * share.apart) {
+        uint4 held[HELD];
+        hold(held, static_cast<const uint4*>(input) + int64_t(share.row) * vectors, v, share.apart, vectors);
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+          if (v + i * share.apart < vectors) {
+            squares += squared(held[i]);
+            *reinterpret_cast<uint4*>(place(share.row, v + i * share.apart)) = held[i];
+          }
+      }
       squares = warp_sum(squares);
-      if (lane == 0) partial[row * WARPS + warp] = squares;
+      if (lane == 0) partial[share.row * WARPS + warp % (share.apart / 32)] = squares;
     }
     named_barrier(cta, CONSUMERS);
 #pragma unroll 1
-    for (int row = 0; row < call.M; row++) {
+    for (Share share(call.M, warp, lane); share.row < call.M; share.next()) {
       float total = 0.0f;
-      for (int i = 0; i < WARPS; i++) total += partial[row * WARPS + i];
+      for (int i = 0; i < share.apart / 32; i++) total += partial[share.row * WARPS + i];
       const float factor = inverse_root(total / float(columns) + eps);
-      for (int v = thread; v < vectors; v += CONSUMERS) {
-        const uint4 a = load_fresh(x + int64_t(row) * vectors + v), b = w[v];
-        put(row, v, {normed(a.x, b.x, factor), normed(a.y, b.y, factor), normed(a.z, b.z, factor), normed(a.w, b.w, factor)});
+#pragma unroll 4
+      for (int v = share.begin; v < vectors; v += share.apart) {
+        const uint4 a = *reinterpret_cast<const uint4*>(place(share.row, v)), b = w[v];
+        put(share.row, v, {normed(a.x, b.x, factor), normed(a.y, b.y, factor), normed(a.z, b.z, factor), normed(a.w, b.w, factor)});
       }
     }
   }

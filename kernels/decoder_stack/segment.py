@@ -15,7 +15,7 @@ from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 TILE, STEP, MAX_STAGES, TILES = 16, 64, 16, 2  # as in segment.h
 MOST_ROWS = 16  # of a launch
-CHUNK = 2048  # bytes of a weight's row that are copied at once, at most
+CHUNK = 2048  # bytes of a weight's row that are copied at once; a copy takes no more
 WARPS = 16
 TOKENS = 1 << 16  # bytes of shared memory for tokens, where they need not be there whole
 FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1}
@@ -45,6 +45,8 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("mixed", "residual", "post_norm", "next_norm", "mid", "inner", "last", "next", "barrier")),
+        ("to_64_bytes", ctypes.c_uint64 * 7),
+        ("map", ctypes.c_uint64 * 64),
         ("matrix", Matrix * 4),
         ("rotary", Rotary),
         *((name, ctypes.c_float) for name in ("post_eps", "next_eps")),
@@ -129,8 +131,8 @@ def shared_bytes(call: Call, rows: int, warps: int, fp8: bool) -> tuple[int, int
     """(bytes of shared memory before the ring of units, bytes of a unit)."""
     tiles = -(-rows // 8)
     pitch = _up(2 * call.window, 128) + (16 if fp8 else 64)
-    before = 512 + warps * TILES * tiles * 512 + _up(8 * tiles * pitch, 128)
-    return before, max(TILE * (_up(m.chunk, 128) + 64) for m in call.matrix)
+    before = 512 + warps * TILES * tiles * 512 + _up(rows * pitch, 128)
+    return before, _up(max(TILE * m.chunk for m in call.matrix), 128)
 
 
 def _up(n: int, to: int) -> int:
@@ -154,7 +156,7 @@ def prepare_call(
     mixed [M, columns of out] and residual [M,H] bf16, without gaps. limit: bytes of shared memory. `stages` is 0 where that is too little.
     """
     rows, hidden = residual.shape
-    tokens = max(TOKENS // (16 * -(-rows // 8)), hidden)  # columns
+    tokens = max(TOKENS // (2 * rows), hidden)  # columns
     call = Call(M=rows)
     for i, weight in enumerate(segment.weights):
         piece, scale = chunk_bytes(weight.row_bytes, chunk), weight.scale

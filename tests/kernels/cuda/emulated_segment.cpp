@@ -12,11 +12,12 @@ template <class Weight, int TOKEN_TILES>
 void run(const Call& call, int ctas, uint64_t seed) {
   using Block = Kernel<Weight, TOKEN_TILES, WARPS>;
   const int bytes = Room{call, Weight::token_pitch(call.window), TOKEN_TILES, WARPS}.bytes;
-  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(bytes / 16 + 16));
+  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(bytes / 16 + 32));
   std::vector<char*> base(ctas);
   for (int c = 0; c < ctas; c++) {
     std::memset(shared[c].data(), 0xff, shared[c].size() * 16);
-    base[c] = reinterpret_cast<char*>(shared[c].data() + 8);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(shared[c].data() + 8);
+    base[c] = reinterpret_cast<char*>((start + 127) / 128 * 128);
   }
   Machine::get().run(ctas * Block::THREADS, seed, [&](int thread) {
     const int cta = thread / Block::THREADS;

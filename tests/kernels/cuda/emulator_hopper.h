@@ -62,10 +62,17 @@ inline void wait_barrier(uint64_t* barrier, int parity) {
     if ((counted(barrier).bytes_and_phase & 1) == parity) Machine::get().yield();
   }
 }
-inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier, uint64_t) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) Machine::fail("a crooked copy");
-  std::memset(to, 0xff, bytes);
-  bulk_copies().push_back({to, from, bytes, barrier});
+struct Box {
+  const void* from;
+  int pitch, start, row, bytes, rows;
+};
+inline void copy_box(void* to, const void*, const Box& box, uint64_t* barrier, uint64_t) {
+  if (reinterpret_cast<uintptr_t>(to) % 128 || box.bytes % 16 || box.bytes > 2048) Machine::fail("a crooked copy");
+  std::memset(to, 0xff, box.bytes * box.rows);
+  for (int r = 0; r < box.rows; r++) {
+    const char* from = static_cast<const char*>(box.from) + int64_t(box.row + r) * box.pitch + box.start;
+    bulk_copies().push_back({static_cast<char*>(to) + r * box.bytes, from, box.bytes, barrier});
+  }
 }
 
 inline void warp_barrier() {
