@@ -94,20 +94,28 @@ def check(model: LlamaModel) -> None:
     assert_same_bits(verified(model, BRANCHES, PATH), expected, "tree")
 
 
-MODELS: dict[str, dict[str, Any]] = {"gqa": {}, "two_groups": {"two_groups": True}, "qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}
+SLOW = pytest.mark.slow
+MODELS = [
+    pytest.param({}, id="gqa"),
+    pytest.param(GPT_OSS, id="gpt_oss"),
+    pytest.param(QWEN3_MOE, id="qwen3_moe", marks=SLOW),
+    pytest.param({"two_groups": True}, id="two_groups", marks=SLOW),
+]
 
 
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("options", MODELS)
 def test_a_position_has_one_set_of_bits(tmp_path: Path, options: dict[str, Any]) -> None:
     check(load_model(write_tiny(tmp_path, seed=4, **options), deterministic=True).model)
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["fp8 blocks", "ct fp8 dynamic", "awq"])
 def test_so_it_has_in_every_storage(tmp_path: Path, name: str) -> None:
     write_quantized(tmp_path / "q", FORMATS[name])
     check(load_model(tmp_path / "q", deterministic=True).model)
 
 
+@SLOW
 def test_so_it_has_with_activations_in_fp8(tmp_path: Path) -> None:
     write_quantized(tmp_path / "q", FORMATS["ct fp8 dynamic"])
     check(load_model(tmp_path / "q", deterministic=True, act_dtype="fp8").model)
