@@ -108,12 +108,12 @@ def _attention() -> Iterator[Case]:
         yield Case(f"window {window}", tuple(batch.values()), {"scale": 0.2, "window": window})
         yield Case(f"window {window}, sinks", tuple(batch.values()), {"scale": 0.2, "window": window, "sinks": randn(6, scale=3.0)})
     tree = Rows(40, tree=tuple(random_tree(7, 5)))
-    for name, rows, heads, kv, hd, kwargs in (
+    for name, one, heads, kv, hd, kwargs in (
         ("Llama 8B", tree, 32, 8, 128, {}),
         ("Qwen3-30B-A3B", tree, 32, 4, 128, {}),
         ("gpt-oss", Rows(135), 64, 8, 64, {"window": 128, "sinks": randn(64, scale=3.0)}),
     ):
-        batch = attention_batch([rows], heads, kv, hd, 16)
+        batch = attention_batch([one], heads, kv, hd, 16)
         yield Case(name, tuple(batch.values()), {"scale": hd**-0.5, **kwargs})
     yield from _draft_attention()
 
