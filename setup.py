@@ -2,7 +2,7 @@
 kernels. Everything else about the package is in pyproject.toml.
 
 Without torch at build time, without a compiler, or with SPECDEC_CPU=0 the package installs without the extension and runs on the
-PyTorch references; start-up says so. SPECDEC_CUDA=1 adds the CUDA library (see kernels/cuda_library.py).
+PyTorch references; start-up says so. SPECDEC_CUDA=0 leaves out the CUDA library (see kernels/cuda_library.py).
 """
 
 import glob
@@ -33,7 +33,7 @@ def build_cuda(to: Path) -> None:
     cuda = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cuda)
     nvcc = cuda.find_nvcc()
-    if torch.version.cuda is None or nvcc is None or os.environ.get("SPECDEC_CUDA") != "1":
+    if torch.version.cuda is None or nvcc is None or os.environ.get("SPECDEC_CUDA") == "0":
         return
     cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     cuda.build(nvcc, to / cuda.prebuilt().name, sorted(10 * major + minor for major, minor in cards) or [80, 90])

@@ -1,7 +1,7 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--deterministic] [--pdl 0 1 2 3] [--cut chosen merged=0]
+        [--deterministic] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
@@ -9,8 +9,8 @@ they are. They cost nothing to find, the price of verification alone, or with `-
 layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
 kernels whose bits do not depend on the batch. Beside the step its parts as the host sees them, the recorded pass of the target alone,
 replayed back to back (`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the
-rate of a plain read, which no step can be faster than. `--pdl`: how launches begin before the last one has ended (`triton_common.early`),
-0 = not at all. `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
+rate of a plain read, which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
+(`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
 `bench/results/decode.jsonl`.
 """
 
@@ -166,7 +166,7 @@ def launched(pdl: int | None, cut: str) -> Iterator[None]:
     from specdec.kernels import triton_common  # needs Triton
 
     before = triton_common.early_launches
-    triton_common.early_launches = before if pdl is None else pdl
+    triton_common.early_launches = before if pdl is None else bool(pdl)
     try:
         with cut_as(cut):
             yield
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
-        "--pdl", type=int, nargs="+", choices=range(4), default=[None], help="0 = launches wait for the end of the one before"
+        "--pdl", type=int, nargs="+", choices=range(2), default=[None], help="0 = launches wait for the end of the one before"
     )
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()

@@ -3,8 +3,8 @@
 The device code includes no header of torch, so nvcc alone builds it in seconds, a CPU-only machine can compile it too, and no torch release
 breaks it. `setup.py` builds it into the package where torch is a CUDA build and nvcc is there; elsewhere it is built at first use, for
 the card at hand, into the cache. Either way its name tells what it was built from, so changed sources never meet an old library.
-They are right on an H200 but no faster than Triton's there (bench/LOG.md), so SPECDEC_CUDA=1 is what switches them on. setup.py runs
-this file, hence it imports nothing of ours.
+The products for few rows are right on an H200 but no faster than Triton's there (bench/LOG.md), so SPECDEC_CUDA=1 is what switches them on;
+SPECDEC_CUDA=0 goes without any of these kernels. setup.py runs this file, hence it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -70,9 +70,14 @@ def prebuilt() -> Path:
 
 def missing() -> str | None:
     """Why there can be no library in this process, or None. Builds nothing."""
-    if os.environ.get("SPECDEC_CUDA") != "1":
-        return "no faster than Triton so far; SPECDEC_CUDA=1 uses it"
+    if os.environ.get("SPECDEC_CUDA") == "0":
+        return "SPECDEC_CUDA=0 does without"
     return None if find_nvcc() or prebuilt().exists() else "not built with the package, and no nvcc to build it with"
+
+
+def missing_products() -> str | None:
+    """`missing` of the products for few rows."""
+    return missing() if os.environ.get("SPECDEC_CUDA") == "1" else "no faster than Triton so far; SPECDEC_CUDA=1 uses it"
 
 
 @cache

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
-from specdec.kernels.cuda_library import missing as missing_cuda
+from specdec.kernels.cuda_library import missing, missing_products
+from specdec.kernels.decoder_stack import cuda as stack_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
+from specdec.kernels.draft_pass import cuda as draft_cuda
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
 from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
@@ -89,7 +91,7 @@ def _load_triton() -> tuple[dict[str, Backend], str | None]:
 
 COMPILED, WHY_NOT = _load_extension()
 _TRITON, WHY_NO_TRITON = _load_triton()
-WHY_NO_CUDA = missing_cuda() if torch.cuda.is_available() else "no CUDA device"
+WHY_NO_CUDA, WHY_NO_PRODUCTS = (missing(), missing_products()) if torch.cuda.is_available() else ("no CUDA device",) * 2
 
 
 def _first_not_f32(x: Tensor, *_: Any, **__: Any) -> str | None:
@@ -165,9 +167,12 @@ _MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
 _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
 
 _STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
-_register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, covers=_STACK_PARTS)
+_SEGMENT_PARTS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "fp8_linear", "dense_linear")
+_SEGMENTS = Backend("cuda", stack_cuda.decoder_stack, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
+_register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, _SEGMENTS, covers=_STACK_PARTS)
 _DRAFT_PARTS = (*_STACK_PARTS, "tiled_embedding", "decoder_stack", "draft_pass")
-_register("draft_pass", draft_reference.draft_pass, _draft_rejects, covers=_DRAFT_PARTS)
+_DRAFT_SEGMENT = Backend("cuda", draft_cuda.draft_pass, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
+_register("draft_pass", draft_reference.draft_pass, _draft_rejects, _DRAFT_SEGMENT, covers=_DRAFT_PARTS)
 
 _VERIFY = partial(verify_reference.coupled_verify, argmax=COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax))
 _VERIFY_CPU = Backend("cpu", _VERIFY, ("cpu",), _first_not_f32, missing=WHY_NOT)
@@ -200,8 +205,8 @@ def _register_product(name: str, reference: Callable[..., Any], *others: Backend
     return op
 
 
-_FP8_FRAGMENTS = Backend("cuda", fp8_cuda.fp8_linear, ("cuda",), fp8_cuda.rejects, missing=WHY_NO_CUDA)
-_INT4_FRAGMENTS = Backend("cuda", int4_cuda.int4_linear, ("cuda",), int4_cuda.rejects, missing=WHY_NO_CUDA)
+_FP8_FRAGMENTS = Backend("cuda", fp8_cuda.fp8_linear, ("cuda",), fp8_cuda.rejects, missing=WHY_NO_PRODUCTS)
+_INT4_FRAGMENTS = Backend("cuda", int4_cuda.int4_linear, ("cuda",), int4_cuda.rejects, missing=WHY_NO_PRODUCTS)
 _LIBRARY = Backend("library", linear_reference.dense_linear, fixed_order=False)
 _WIDENED = Backend("widened", fp8_widened.fp8_linear, ("cuda",), fp8_widened.rejects, fixed_order=False)
 _SCALED_MM = Backend("scaled_mm", fp8_fp8_library.fp8_fp8_linear, ("cuda",), fp8_fp8_library.rejects, fixed_order=False)

@@ -6,7 +6,7 @@ With TRITON_INTERPRET=1 Triton runs kernels in numpy, on CPU tensors. There `tl.
 *Launches that begin early* (programmatic dependent launch, Hopper and later). A kernel of a decode pass takes 1 to 6 µs, and the card some
 0.5 to 1 µs more from the end of one to the first instruction of the next. A kernel launched with the keywords of `early` may start
 before the one before it has ended, and calls `after_launches`, in which it waits for that end. Every program must call it, on every
-path, and before that must read nothing but weights and write nothing at all: memory that is used again is still read by the kernel
+path, and before that must touch no memory but weights, and write nothing at all: memory that is used again is still read by the kernel
 before. As each waits, all launches before the last one have ended too. Kernels launched without the keywords begin when all is done.
 """
 
@@ -23,9 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRET = tl.constexpr(INTERPRETED)
 
-NOT_EARLY, WAIT_FIRST, BEGIN_FIRST, AHEAD = 0, 1, 2, 3
-_BEGIN_FIRST = tl.constexpr(BEGIN_FIRST)
-early_launches = NOT_EARLY  # how the kernels of a decode pass are launched from here on; recorded passes stay as they are
+early_launches = True  # whether the kernels of a decode pass are launched so from here on; recorded passes stay as they are
 
 
 @triton.jit
@@ -64,24 +62,16 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def early(device: torch.device, how: int | None = None) -> dict[str, Any]:
-    """Keywords of a launch whose kernel calls `after_launches(EARLY)`.
-
-    how (None = `early_launches`): WAIT_FIRST lets the next launch begin after the kernel's own wait, so that the launch before the last has
-    always ended; BEGIN_FIRST at the kernel's first instruction. AHEAD is WAIT_FIRST, with reads of weights, and of what is older than
-    the last launch, before the wait.
-    """
-    how = early_launches if how is None else how
-    return {"EARLY": how, "launch_pdl": True} if how and capability(device) >= 90 else {"EARLY": NOT_EARLY}
+def early(device: torch.device, wanted: bool | None = None) -> dict[str, Any]:
+    """Keywords of a launch whose kernel calls `after_launches(EARLY)`. wanted: None = `early_launches`. Not before Hopper."""
+    begins = (early_launches if wanted is None else wanted) and capability(device) >= 90
+    return {"EARLY": True, "launch_pdl": True} if begins else {"EARLY": False}
 
 
 @triton.jit
 def after_launches(EARLY: tl.constexpr):
     """What the launches before have written is there from here on, and may be overwritten; the launch after may begin."""
-    if EARLY == _BEGIN_FIRST:
-        gdc_launch_dependents()
-        gdc_wait()
-    elif EARLY:
+    if EARLY:
         gdc_wait()
         gdc_launch_dependents()
 

@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import AHEAD, after_launches, apart, capability, dot, early, send_for
+from specdec.kernels.triton_common import after_launches, apart, capability, dot, early
 from specdec.kernels.triton_e4m3 import dot_codes, native, widen_finite
 
 _STAGED = 160 << 10  # bytes of shared memory the stages of a program may take
-_AHEAD = tl.constexpr(AHEAD)
 _RING = 1 << 20  # counters a device has: more than the tiles of every GEMM that can be in flight together
 
 
@@ -129,8 +128,6 @@ def _stream(
     present = (row < rows)[None, :]
     first, stop = steps(columns, split, splits, DEPTH)
     blocks = tl.cdiv(columns, 128)
-    if EARLY == _AHEAD:
-        _send_for(w_own, first, tl.minimum(first + STAGES, stop), columns, DEPTH)
     after_launches(EARLY)
     of_features, of_rows = _factors(w_scale, x_scale, clamped, row, rows, blocks, first * DEPTH // 128, W_SCALE, X_SCALE)
     acc = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -160,15 +157,6 @@ def _stream(
         acc, out, partial, counters, feature, row, features, rows, rows - row_tile * ROWS, tile, split, splits, w_scale, x_scale,
         SPLIT, W_SCALE, X_SCALE,
     )  # fmt: skip
-
-
-@triton.jit
-def _send_for(w_own, first, stop, columns, DEPTH: tl.constexpr):
-    """Asks for steps first … stop of W, w_own [F,1] the beginning of each row."""
-    LINE: tl.constexpr = 1024 // w_own.dtype.element_ty.primitive_bitwidth  # columns of 128 bytes
-    for step in range(first, stop):
-        column = step * DEPTH + tl.arange(0, max(1, DEPTH // LINE)) * LINE
-        send_for(w_own + tl.minimum(column, columns - 1)[None, :])
 
 
 @triton.jit

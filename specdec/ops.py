@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import cuda_fragments
+from specdec.kernels.decoder_stack import cuda as segments
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.fragments import Int4Fragments
@@ -24,7 +25,7 @@ from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, scaled
 from specdec.kernels.linear.tiles import TiledWeight
 from specdec.kernels.moe_experts.weight import Experts, storage, streamed
-from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_TRITON, WHY_NOT
+from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_PRODUCTS, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_build.reference import BuiltTree
 from specdec.kernels.tree_walk.reference import Walked
@@ -174,6 +175,8 @@ def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Te
 
 def prepare_stack(stack: DecoderStack) -> tuple[Any, str | None]:
     """(what the compiled `decoder_stack` runs, None), or (None, why it cannot run this stack). Once, at load."""
+    if stack.norm.weight.is_cuda:
+        return (None, WHY_NO_CUDA) if WHY_NO_CUDA is not None else segments.prepare(stack)
     return (None, WHY_NOT) if WHY_NOT is not None else COMPILED["prepare_stack"](stack, HEAD_SIZES)
 
 
@@ -190,11 +193,15 @@ def decoder_stack(
 
 def prepare_draft(head: DraftHead) -> tuple[Any, str | None]:
     """`prepare_stack` for the compiled `draft_pass`."""
+    if head.device.type == "cuda":
+        return (None, WHY_NO_CUDA) if WHY_NO_CUDA is not None else segments.prepare_layers([head.wide], head.norm)
     return (None, WHY_NOT) if WHY_NOT is not None else COMPILED["prepare_draft"](head, HEAD_SIZES)
 
 
 def draft_plan(head: DraftHead) -> Any:
-    """What `prepare_draft` made of the head, if the compiled `draft_pass` is what runs now; else None."""
+    """What `prepare_draft` made of the head, if the compiled `draft_pass` of the CPU is what runs now; else None."""
+    if head.device.type != "cpu":
+        return None
     choice = _DRAFT_PASS.choice.get()
     return head.plan if not choice or _DRAFT_PASS.backends[0].bypasses(choice) is None else None
 
@@ -211,7 +218,7 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def prepare_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Fp8Weight | Fp8Fragments:
     """The weight as `fp8_linear` reads it fastest on its device, for activations in `dtype`. Once, at load: the result replaces it."""
-    usable = WHY_NO_CUDA is None and weight.data.is_cuda and dtype in cuda_fragments.NUMBERS
+    usable = WHY_NO_PRODUCTS is None and weight.data.is_cuda and dtype in cuda_fragments.NUMBERS
     return pack(weight) if usable and rejects_weight(weight) is None else weight
 
 

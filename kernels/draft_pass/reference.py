@@ -15,17 +15,29 @@ if TYPE_CHECKING:
 
 def draft_pass(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> tuple[Tensor, Tensor]:
     """Shapes and meaning in `specdec.ops.draft_pass`."""
+    mixed, residual = attended(features, head, batch, kv)
+    x, residual = head.wide.post_norm.add(head.wide.attention.out(mixed), residual)
+    branch = head.wide.mlp(x)
+    if head.stack is not None:
+        return deeper(branch + residual, head, batch, kv)
+    hidden, residual = head.norm.add(branch, residual)
+    return hidden, hidden if head.config.norm_output else residual
+
+
+def attended(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> tuple[Tensor, Tensor]:
+    """The first layer's attention before its output layer [T, nh hd], and the stream [T, Hd] that its output is added to."""
     tokens = head.wide.input_norm(head.embedding(batch.input_ids).to(head.dtype))
     normed = head.feature_norm(features)
     table, slots = batch.block_tables[kv.group_of(0)], batch.slot_mapping[kv.group_of(0)]
-    mixed = head.wide.attention(torch.cat((tokens, normed), dim=1), batch, table, slots, kv.layer(0))
-    x, residual = head.wide.post_norm.add(mixed, normed if head.config.norm_before_residual else features)
-    branch = head.wide.mlp(x)
-    if head.stack is None:
-        hidden, residual = head.norm.add(branch, residual)
-        return hidden, hidden if head.config.norm_output else residual
-    depth = len(head.stack.layers)
-    hidden, tapped = head.stack(branch + residual, batch, _Deeper(kv), (depth,))
+    projected = head.wide.attention.qkv(torch.cat((tokens, normed), dim=1))
+    mixed = head.wide.attention.mix(projected, batch, table, slots, kv.layer(0))
+    return mixed, normed if head.config.norm_before_residual else features
+
+
+def deeper(x: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> tuple[Tensor, Tensor]:
+    """The layers behind the first, of a head that has some: x [T, Hd] as `draft_pass` returns."""
+    assert head.stack is not None
+    hidden, tapped = head.stack(x, batch, _Deeper(kv), (len(head.stack.layers),))
     assert tapped is not None  # asked for
     return hidden, hidden if head.config.norm_output else tapped
 

@@ -59,7 +59,7 @@ from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.units import UNIT, WORDS, Mxfp4Units, pack_units
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
 from specdec.kernels.tilings import Tiling
-from specdec.kernels.triton_common import NOT_EARLY, WAIT_FIRST, after_launches, dot, early, send_for
+from specdec.kernels.triton_common import after_launches, dot, early, send_for
 from specdec.kernels.triton_gemm import Workspace, arrive, collect, steps, zeroed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -190,7 +190,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, plan: Plan) -
     if not pairs or not hidden:
         return out.zero_()
     few = pairs <= _FEW_PAIRS and tokens <= plan.rows
-    launch = early(x.device, WAIT_FIRST if plan.early else NOT_EARLY)
+    launch = early(x.device, plan.early)
     blocks = pairs if few else most_blocks(pairs, count, plan.rows)
     order = ids if few else sort_pairs(ids, blocks, count, plan.rows, launch)
     where = (order, pairs, blocks, count)

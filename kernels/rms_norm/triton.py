@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import AHEAD, after_launches, early, row_tile
+from specdec.kernels.triton_common import after_launches, early, row_tile
 
 _WIDEST = 16384
-_AHEAD = tl.constexpr(AHEAD)
 
 
 def rejects(x: Tensor, *others: Tensor | float) -> str | None:
@@ -63,11 +62,8 @@ def _norm(
     mask = (row < rows) & (column < WIDTH)
     place = row.to(tl.int64) * WIDTH + column
     dtype = out.dtype.element_ty
-    if EARLY != _AHEAD:
-        after_launches(EARLY)
+    after_launches(EARLY)
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # asked for first: it comes from memory, the row from cache
-    if EARLY == _AHEAD:
-        after_launches(EARLY)
     wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         summed = (wide + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)

@@ -36,12 +36,11 @@ from specdec.kernels.tree_attention.triton_parts import (
     locate,
     workspace,
 )  # fmt: skip
-from specdec.kernels.triton_common import AHEAD, after_launches, dot, early
+from specdec.kernels.triton_common import after_launches, dot, early
 from specdec.kernels.triton_fp8 import from_cache, handed
 from specdec.kernels.triton_gemm import zeroed
 
 __all__ = ["rejects", "tree_attention"]
-_AHEAD = tl.constexpr(AHEAD)
 
 
 def rejects(*args: Tensor, scale: float = 1.0, **kwargs: Any) -> str | None:
@@ -111,13 +110,9 @@ def tree_attention(
 def _located(
     tile, packed, cu_query, rows, sequences, ROWS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """As `locate`, and what the launches before have written is there. Where rows lie is older than the launch before, which wrote q."""
-    if EARLY != _AHEAD:
-        after_launches(EARLY)
-    b, row, valid = locate(tile, packed, cu_query, rows, sequences, ROWS, GROUP, SEQUENCES)
-    if EARLY == _AHEAD:
-        after_launches(EARLY)
-    return b, row, valid
+    """As `locate`, once what the launches before have written is there."""
+    after_launches(EARLY)
+    return locate(tile, packed, cu_query, rows, sequences, ROWS, GROUP, SEQUENCES)
 
 
 @triton.jit

@@ -46,13 +46,20 @@ class Attention:
     kv_scales: Scales = UNSCALED
 
     def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, columns] -> [T, H]; writes this step's K and V at `slots` before attending.
+        """[T, columns] -> [T, H]; the rest as in `mix`."""
+        return self.out(self.mix(self.qkv(x), batch, table, slots, caches))
+
+    def mix(self, qkv: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """Projections [T, (nh + 2 nkv) hd] -> [T, nh hd]; writes this step's K and V at `slots` before attending.
 
         table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
         """
+        return self.attend(self._rotated(qkv, batch, slots, caches), batch, table, caches)
+
+    def attend(self, q: Tensor, batch: Batch, table: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """Turned queries [T, nh, hd] -> [T, nh hd] over caches that hold the rows' own keys and values."""
         k_cache, v_cache = caches
-        q = self._rotated(self.qkv(x), batch, slots, caches)
-        mixed = ops.tree_attention(
+        return ops.tree_attention(
             q,
             k_cache,
             v_cache,
@@ -68,7 +75,6 @@ class Attention:
             first=batch.first_key,
             kv_scales=self.kv_scales,
         )
-        return self.out(mixed)
 
     def _rotated(self, qkv: Tensor, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """q [T, nh, hd], normed where heads are and rotated; K and V go into the caches."""

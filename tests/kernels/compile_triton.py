@@ -22,7 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from specdec.kernels import triton_common
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
@@ -148,24 +147,20 @@ def moe_plans() -> Iterator[tuple[tuple[Any, ...], experts.Plan]]:
 
 
 def early_launches(kernels: list[tuple[str, Any]]) -> None:
-    """The kernels of a decode pass, launched in every early way: before they wait they touch no memory, or with AHEAD write none."""
+    """The kernels of a decode pass, launched early: before they wait they touch no memory."""
     before = len(kernels)
-    for how in (triton_common.WAIT_FIRST, triton_common.BEGIN_FIRST, triton_common.AHEAD):
-        triton_common.early_launches = how
-        for op, args in small_calls():
-            if op in _EARLY:
-                BACKENDS[op].fn(*args)
-        args, kwargs = next(attention_calls())
-        BACKENDS["tree_attention"].fn(*args, **kwargs)
-        w = torch.zeros(576, 1536, dtype=torch.bfloat16)
-        stream(w[:1], w, None, None, w.dtype, usual("dense_linear", 1, *w.shape))
-        for name, kernel in kernels[before:]:
-            first, *_ = re.split(r"griddepcontrol\.wait", kernel.asm["ptx"])
-            assert kernel.asm["ptx"].count("griddepcontrol.wait") == kernel.asm["ptx"].count("griddepcontrol.launch") == 1, name
-            touched = r"(st|atom|red)\.global" if how == triton_common.AHEAD else r"(ld|st|atom|red)\.global|prefetch|cp\.async"
-            assert not re.search(touched, first.split(".entry")[-1]), name
-        del kernels[before:]
-    triton_common.early_launches = triton_common.NOT_EARLY
+    for op, args in small_calls():
+        if op in _EARLY:
+            BACKENDS[op].fn(*args)
+    args, kwargs = next(attention_calls())
+    BACKENDS["tree_attention"].fn(*args, **kwargs)
+    w = torch.zeros(576, 1536, dtype=torch.bfloat16)
+    stream(w[:1], w, None, None, w.dtype, usual("dense_linear", 1, *w.shape))
+    for name, kernel in kernels[before:]:
+        first, *_ = re.split(r"griddepcontrol\.wait", kernel.asm["ptx"])
+        assert kernel.asm["ptx"].count("griddepcontrol.wait") == kernel.asm["ptx"].count("griddepcontrol.launch") == 1, name
+        assert not re.search(r"(ld|st|atom|red)\.global|prefetch|cp\.async", first.split(".entry")[-1]), name
+    del kernels[before:]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include "widen.h"
@@ -137,6 +138,17 @@ class Machine {
     yield();
   }
 
+  // Of `count` threads that come with this key.
+  void named_barrier(int key, int count) {
+    std::vector<int>& waiting = named[key];
+    if (int(waiting.size()) + 1 < count) return park(waiting);
+    release(waiting);
+    yield();
+  }
+
+  // Somebody else's turn.
+  void yield() { park(ready); }
+
   // All lanes of the warp hand in `argument`; the last one runs op(arguments) for them all. `name` must be the same for all.
   template <class Op>
   void warp_wide(const char* name, void* argument, Op op) {
@@ -205,7 +217,6 @@ class Machine {
     where.push_back(self);
     swapcontext(&fibers[self].context, &scheduler);
   }
-  void yield() { park(ready); }
   void release(std::vector<int>& who) {
     ready.insert(ready.end(), who.begin(), who.end());
     who.clear();
@@ -219,6 +230,7 @@ class Machine {
   std::vector<Fiber> fibers;
   std::vector<Group> groups;
   std::vector<int> ready, blocked;
+  std::map<int, std::vector<int>> named;
   ucontext_t scheduler;
   int current = 0, arrived = 0;
   uint64_t random = 1;

@@ -1,0 +1,93 @@
+"""Time of the decoder segment (all of a layer behind its attention and the next projections) on a card, beside a read of its weights.
+
+    python -m bench.kernels_segment [--model llama-3.1-8b …] [--format fp8 bf16] [--rows 1 4 8 16] [--warps 16] [--chunk 2048]
+
+Graph replays over rotated buffers larger than the second-level cache, medians; read_us reads the same bytes in the same run. Appends to
+`bench/results/kernels_segment.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+
+from bench.cuda_timing import copies, microseconds, read_microseconds
+from bench.schema import append, environment
+from specdec.kernels.decoder_stack import segment as seg
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+
+SHAPES = {  # H, I, columns of out, rows of qkv
+    "smollm2-135m": (576, 1536, 576, 960),
+    "llama-3.1-8b": (4096, 14336, 4096, 6144),
+    "llama-3.3-70b": (8192, 28672, 8192, 10240),
+}
+REPLAYS = 30
+
+
+def weight(rows: int, columns: int, fp8: bool) -> seg.Weight:
+    dense = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
+    return seg.Weight.of(Fp8Weight((dense * 8).to(torch.float8_e4m3fn), torch.full((rows,), 0.125, device="cuda")) if fp8 else dense)
+
+
+def segment(model: str, fp8: bool) -> seg.Segment:
+    """Random weights of a layer of the model."""
+    hidden, inner, q, qkv = SHAPES[model]
+    norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1e-5
+    shapes = (hidden, q), (2 * inner, hidden), (hidden, inner), (qkv, hidden)
+    out, gate_up, down, following = (weight(*shape, fp8) for shape in shapes)
+    return seg.Segment(out, gate_up, down, norm, following, norm)
+
+
+def measure(model: str, form: str, rows: int, warps: int, chunk: int) -> dict[str, object] | None:
+    """One record; None where shared memory does not hold so many rows."""
+    hidden, _, q, _ = SHAPES[model]
+    mixed, residual = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (q, hidden))
+    barrier = torch.zeros(1, dtype=torch.int64, device="cuda")
+    one = segment(model, form == "fp8")
+    moved = sum(w.data.nbytes for w in one.weights)
+    call, _ = seg.prepare_call(one, mixed, residual, barrier, limit=seg.shared_limit(mixed.device), warps=warps, chunk=chunk)
+    if call.stages < 2:
+        return None
+    layers = [one, *(segment(model, form == "fp8") for _ in range(copies(moved) - 1))]
+    turn: list[Callable[[], object]] = [partial(seg.run, s, mixed, residual, barrier, warps=warps, chunk=chunk) for s in layers]
+    time, read = (statistics.median(t) for t in (microseconds(turn, REPLAYS), read_microseconds(moved, REPLAYS)))
+    return {
+        "model": model,
+        "format": form,
+        "rows": rows,
+        "warps": warps,
+        "chunk": chunk,
+        "stages": call.stages,
+        "us": time,
+        "read_us": read,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--format", nargs="+", default=["fp8", "bf16"], choices=("fp8", "bf16"))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16])
+    parser.add_argument("--warps", nargs="+", type=int, default=[seg.WARPS], choices=(8, 16))
+    parser.add_argument("--chunk", nargs="+", type=int, default=[seg.CHUNK])
+    args = parser.parse_args()
+    about = environment()
+    for model, form, warps, chunk, rows in product(args.model, args.format, args.warps, args.chunk, args.rows):
+        record = measure(model, form, rows, warps, chunk)
+        if record is None:
+            print(f"{model:14} {form} rows {rows:2}: shared memory does not hold them")
+            continue
+        append("kernels_segment", {**about, **record})
+        us, read = float(str(record["us"])), float(str(record["read_us"]))
+        tiling = f"warps {warps} chunk {chunk} stages {record['stages']}"
+        print(f"{model:14} {form} rows {rows:2} {tiling}: {us:.1f} us, read {read:.1f}, {us / read:.2f}")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

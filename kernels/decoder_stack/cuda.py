@@ -1,0 +1,156 @@
+"""All decoder layers as segments: attention by its own ops, everything between two attentions as one CUDA launch. Few rows, bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from specdec.errors import KernelUnavailable
+from specdec.kernels.decoder_stack import segment
+from specdec.kernels.decoder_stack.segment import MOST_ROWS, Segment, Turn, Weight
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+
+if TYPE_CHECKING:
+    from specdec.layers.attention import Attention
+    from specdec.layers.decoder import DecoderStack, Layer, MoELayer
+    from specdec.layers.linear import Linear
+    from specdec.layers.norm import RMSNorm
+    from specdec.models.draft_heads import DraftHead
+    from specdec.types import Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """A stack's segments, one a layer. barrier: of their launches. rows: the most that a launch takes."""
+
+    layers: tuple[Segment, ...]
+    barrier: Tensor
+    rows: int
+
+
+def prepare(stack: DecoderStack) -> tuple[Segments | None, str | None]:
+    """(segments, None), or (None, why the stack cannot run in them). The weights are shared, not copied."""
+    return prepare_layers(stack.layers, stack.norm)
+
+
+def prepare_layers(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
+    """As `prepare`, of layers that follow each other, with `norm` behind the last."""
+    device = norm.weight.device
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return None, "segments need a card of compute capability 9.0 or later"
+    reason = refuse(stacked, norm)
+    if reason is not None:
+        return None, reason
+    try:
+        segment.function(device)
+    except KernelUnavailable as err:
+        return None, str(err)
+    layers = [cast("Layer", layer) for layer in stacked]
+    following = [*layers[1:], None]
+    made = tuple(segment_of(layer, after) for layer, after in zip(layers, following, strict=True))
+    reason = next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
+    rows = most_rows(made[0], device) if reason is None else 0
+    if not rows:
+        return None, reason or "layers are too wide for a multiprocessor's shared memory"
+    return Segments(made, torch.zeros(1, dtype=torch.int64, device=device), rows), None
+
+
+def refuse(layers: Sequence[Layer | MoELayer], norm: RMSNorm) -> str | None:
+    """Why these layers cannot be cut into segments, or None."""
+    if not all(hasattr(layer, "gate_up") for layer in layers):
+        return "layers have experts"
+    if any(linear.bias is not None for layer in layers for linear in layer.linears):
+        return "linear layers have biases"
+    if norm.weight.dtype is not torch.bfloat16:
+        return "made for bfloat16 activations only"
+    return (
+        None
+        if all(held(linear) is not None for layer in layers for linear in layer.linears)
+        else "weights are neither dense nor FP8 by rows"
+    )
+
+
+def held(linear: Linear) -> Tensor | Fp8Weight | None:
+    """The weight of a linear layer whose product rounds nothing but its result, None where a segment does not read it."""
+    weight, quantizes = getattr(linear.method, "weight", None), getattr(linear.method, "act_fp8", False)
+    usable = isinstance(weight, Tensor) or (isinstance(weight, Fp8Weight) and not weight.blocked and not quantizes)
+    return weight if usable else None
+
+
+def segment_of(layer: Layer, after: Layer | None) -> Segment:
+    """Of a layer and the projections of the one behind it."""
+
+    def weight(linear: Linear) -> Weight:
+        found = held(linear)
+        assert found is not None
+        return Weight.of(found)
+
+    post = layer.post_norm.weight, layer.post_norm.eps
+    parts = weight(layer.attention.out), weight(layer.gate_up), weight(layer.down), post
+    return (
+        Segment(*parts) if after is None else Segment(*parts, weight(after.attention.qkv), (after.input_norm.weight, after.input_norm.eps))
+    )
+
+
+def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Turn | None:
+    """What the segment before an attention does of its work; None where the attention does all of it itself."""
+    turn = Turn(attention.rotary.cos, attention.rotary.sin, batch.positions, slots, *caches)
+    return turn if attention.head_norms is None and turn.rejects() is None else None
+
+
+def most_rows(one: Segment, device: torch.device) -> int:
+    """The most rows for which shared memory holds the tokens and two units, 0 where not even one."""
+    barrier, limit = torch.zeros(1, dtype=torch.int64, device=device), segment.shared_limit(device)
+    widths = one.out.data.shape[1], one.down.data.shape[0]
+    for rows in (MOST_ROWS, MOST_ROWS // 2):
+        mixed, residual = (torch.empty(rows, width, dtype=torch.bfloat16, device=device) for width in widths)
+        if segment.prepare_call(one, mixed, residual, barrier, limit=limit)[0].stages >= 2:
+            return rows
+    return 0
+
+
+def rejects(x: Tensor, stack: DecoderStack | DraftHead, *_: object, **__: object) -> str | None:
+    """Why segments cannot run the call, or None. x [T, any]."""
+    plan = stack.plan
+    if not isinstance(plan, Segments):
+        return stack.why_not or "not prepared"
+    return None if x.shape[0] <= plan.rows and x.dtype is torch.bfloat16 else f"{x.shape[0]} rows of {x.dtype}; it takes up to {plan.rows}"
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether launches begin before the one before them has ended, as those of attention do."""
+    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
+
+    return bool(early(device).get("launch_pdl"))
+
+
+def decoder_stack(
+    x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int], taps: Sequence[int] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """Shapes and meaning in `specdec.ops.decoder_stack`."""
+    plan, begins_early = cast("Segments", stack.plan), launches_early(x.device)
+    views = list(zip(batch.block_tables.unbind(), batch.slot_mapping.unbind(), strict=True))
+    tapped: dict[int, Tensor] = {}
+    residual, first = x.contiguous(), stack.layers[0]
+    mixed = first.attention.mix(first.attention.qkv(first.input_norm(residual)), batch, *views[groups[0]], caches[0])
+    for index, one in enumerate(plan.layers):
+        if index in taps:
+            tapped[index] = residual
+        after = index + 1
+        if after == len(stack.layers):
+            residual, _ = segment.run(one, mixed, residual, plan.barrier, early=begins_early)
+            break
+        attention, (table, slots), cache = stack.layers[after].attention, views[groups[after]], caches[after]
+        turn = turn_of(attention, batch, slots, cache)
+        residual, projected = segment.run(one, mixed, residual, plan.barrier, turn, early=begins_early)
+        assert projected is not None
+        if turn is None:
+            mixed = attention.mix(projected, batch, table, slots, cache)
+        else:
+            mixed = attention.attend(projected.view(len(projected), -1, cache[0].shape[3]), batch, table, cache)
+    tapped[len(stack.layers)] = residual
+    return stack.norm(residual), torch.cat([tapped[j] for j in taps], dim=-1) if taps else None

@@ -1,0 +1,222 @@
+"""Calls of the CUDA decoder segment (`csrc/cuda/segment.h`): all of a layer behind its attention, and the next layer's projections."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.cuda_fragments import compiled, multiprocessors
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+
+TILE, STEP, MAX_STAGES, TILES = 16, 64, 16, 2  # as in segment.h
+MOST_ROWS = 16  # of a launch
+CHUNK = 2048  # bytes of a weight's row that are copied at once, at most
+WARPS = 16
+TOKENS = 1 << 16  # bytes of shared memory for tokens, where they need not be there whole
+FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1}
+
+
+class Matrix(ctypes.Structure):
+    """`specdec::segment::Matrix`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "chunk", "window")),
+    ]
+
+
+class Rotary(ctypes.Structure):
+    """`specdec::segment::Rotary`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "slots", "keys", "values")),
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "size")),
+    ]
+
+
+class Call(ctypes.Structure):
+    """`specdec::segment::Call`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("mixed", "residual", "post_norm", "next_norm", "mid", "inner", "last", "next", "barrier")),
+        ("matrix", Matrix * 4),
+        ("rotary", Rotary),
+        *((name, ctypes.c_float) for name in ("post_eps", "next_eps")),
+        *((name, ctypes.c_int) for name in ("M", "stages", "window")),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A weight [N,K] as the kernel reads it: bf16, or e4m3 with a float32 scale [N]."""
+
+    data: Tensor
+    scale: Tensor | None = None
+
+    @staticmethod
+    def of(weight: Tensor | Fp8Weight) -> Weight:
+        """Shares memory, but for a scale per tensor, which becomes one a row."""
+        return Weight(weight) if isinstance(weight, Tensor) else Weight(weight.data, weight.row_scales().contiguous())
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data.shape[1] * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """How the projections of a segment's end are turned and cached, as in `ops.rope_write_kv`: cos, sin [P,hd/2] f32, positions and slots
+    [M] i64, caches [NB,bs,nkv,hd] bf16."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def rejects(self) -> str | None:
+        """Why the kernel cannot do it, or None."""
+        tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
+        bf16 = self.k_cache.dtype is self.v_cache.dtype is torch.bfloat16
+        usable = bf16 and self.k_cache.shape[3] % (2 * TILE) == 0 and all(t.is_contiguous() for t in tensors)
+        return None if usable else "caches must be bf16, heads of multiples of 32 numbers"
+
+    def fields(self, rows: int) -> Rotary:
+        """For projections of `rows` rows."""
+        kv_heads, size = self.k_cache.shape[2:]
+        tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
+        return Rotary(*(t.data_ptr() for t in tensors), rows // size - 2 * kv_heads, kv_heads, size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One segment's weights: of the attention's output, gate and up, down, and the projections behind (None at the end of a stack)
+    with the norms before gate and up and before those projections."""
+
+    out: Weight
+    gate_up: Weight
+    down: Weight
+    post_norm: tuple[Tensor, float]
+    qkv: Weight | None = None
+    next_norm: tuple[Tensor, float] | None = None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.out, self.gate_up, self.down, *(() if self.qkv is None else (self.qkv,))
+
+
+def chunk_bytes(row: int, most: int = CHUNK) -> int:
+    """The largest piece that divides a row of so many bytes into equal whole steps, at most `most`; 0 = there is none."""
+    return next((row // n for n in range(-(-row // most), row // STEP + 1) if row % (n * STEP) == 0), 0)
+
+
+def rejects(weights: Sequence[Weight]) -> str | None:
+    """Why the kernel does not take these weights, or None."""
+    if any(w.data.dtype not in FORMATS or not w.data.is_contiguous() for w in weights) or len({w.data.dtype for w in weights}) > 1:
+        return "weights must be dense, all of bf16 or all of FP8 with a scale a row"
+    fits = all(w.data.shape[0] % (2 * TILE) == 0 and w.row_bytes % STEP == 0 for w in weights)
+    return None if fits else f"weights must be of multiples of {2 * TILE} rows and of {STEP} bytes a row"
+
+
+def shared_bytes(call: Call, rows: int, warps: int, fp8: bool) -> tuple[int, int]:
+    """(bytes of shared memory before the ring of units, bytes of a unit)."""
+    tiles = -(-rows // 8)
+    pitch = _up(2 * call.window, 128) + (16 if fp8 else 64)
+    before = 512 + warps * TILES * tiles * 512 + _up(8 * tiles * pitch, 128)
+    return before, max(TILE * (_up(m.chunk, 128) + 64) for m in call.matrix)
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def prepare_call(
+    segment: Segment,
+    mixed: Tensor,
+    residual: Tensor,
+    barrier: Tensor,
+    turn: Turn | None = None,
+    *,
+    limit: int,
+    warps: int = WARPS,
+    chunk: int = CHUNK,
+) -> tuple[Call, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+    """The kernel's arguments, and what it writes: the residual behind the layer, the next projections (with `turn` only the queries,
+    turned), and what lies between.
+
+    mixed [M, columns of out] and residual [M,H] bf16, without gaps. limit: bytes of shared memory. `stages` is 0 where that is too little.
+    """
+    rows, hidden = residual.shape
+    tokens = max(TOKENS // (16 * -(-rows // 8)), hidden)  # columns
+    call = Call(M=rows)
+    for i, weight in enumerate(segment.weights):
+        piece, scale = chunk_bytes(weight.row_bytes, chunk), weight.scale
+        columns, codes = weight.data.shape[1], piece // weight.data.element_size()
+        window = columns if columns <= tokens else max(tokens // codes, 1) * codes
+        call.matrix[i] = Matrix(
+            weight.data.data_ptr(), None if scale is None else scale.data_ptr(), len(weight.data), columns, piece, window
+        )
+    call.window = max(m.window for m in call.matrix)
+    before, unit = shared_bytes(call, rows, warps, segment.out.scale is not None)
+    call.stages = min((limit - before) // unit, MAX_STAGES) if before < limit else 0
+    mid, last = torch.empty_like(residual), torch.empty_like(residual)
+    inner = residual.new_empty(rows, segment.down.data.shape[1])
+    following = None if segment.qkv is None else residual.new_empty(rows, len(segment.qkv.data))
+    if turn is not None and following is not None:
+        call.rotary = turn.fields(following.shape[1])
+        following = residual.new_empty(rows, call.rotary.heads * call.rotary.size)
+    call.post_norm, call.post_eps = segment.post_norm[0].data_ptr(), segment.post_norm[1]
+    if segment.next_norm is not None:
+        call.next_norm, call.next_eps = segment.next_norm[0].data_ptr(), segment.next_norm[1]
+    tensors = {"mixed": mixed, "residual": residual, "mid": mid, "inner": inner, "last": last, "barrier": barrier}
+    for name, tensor in tensors.items():
+        setattr(call, name, tensor.data_ptr())
+    call.next = None if following is None else following.data_ptr()
+    return call, (last, following, mid, inner)
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    limit: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in older releases
+    return limit
+
+
+@cache
+def function(device: torch.device) -> tuple[Callable[..., int], Callable[[int], bytes]]:
+    """(the launch, an error's text)."""
+    functions = compiled(device)
+    functions.specdec_segment.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 6, ctypes.c_void_p]
+    return functions.specdec_segment, functions.specdec_error
+
+
+def run(
+    segment: Segment,
+    mixed: Tensor,
+    residual: Tensor,
+    barrier: Tensor,
+    turn: Turn | None = None,
+    *,
+    early: bool = False,
+    warps: int = WARPS,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor | None]:
+    """(the residual stream behind the layer [M,H], the next projections [M,N], or queries, or None). See `prepare_call`; M at most 16.
+
+    barrier: int64 [1] on the device, zero at first and of this stack alone. early: begin before the launch before has ended.
+    """
+    device = residual.device
+    call, outputs = prepare_call(segment, mixed, residual, barrier, turn, limit=shared_limit(device), warps=warps, chunk=chunk)
+    launch, explain = function(device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    numbers = FORMATS[segment.out.data.dtype], warps, multiprocessors(device), shared_limit(device), int(early), device.index
+    if error := launch(ctypes.byref(call), *numbers, stream):
+        raise RuntimeError(f"the CUDA decoder segment: {explain(error).decode()}")
+    return outputs[0], outputs[1]

@@ -1,0 +1,234 @@
+"""The CUDA decoder segment against the ops it takes the place of: its very source on an emulated machine, and on a card."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import ops
+from specdec.kernels.cuda_library import SOURCES
+from specdec.kernels.decoder_stack import segment as seg
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.inputs import Rows, chain, random_tree
+from specdec.kernels.rms_norm.reference import add_rms_norm
+from specdec.kernels.rope.reference import rope_write_kv
+from specdec.kernels.silu_mul.reference import silu_mul
+from specdec.layers.decoder import DecoderStack, Layer
+from specdec.layers.linear import Linear, make_linear
+from specdec.layers.norm import RMSNorm
+from specdec.layers.rotary import Rotary
+from specdec.models.config import RopeConfig
+from specdec.quant.fp8 import to_fp8
+from specdec.types import Batch
+from tests.kernels.stack_cases import Shape, arguments
+
+HERE = Path(__file__).with_name("cuda")
+LIMIT = 232448  # bytes of shared memory of a block on Hopper
+
+
+@cache
+def emulator() -> ctypes.CDLL:
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "emulated.so"
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+        command = [os.environ.get("CXX", "g++"), *flags, f"-I{HERE}", f"-I{SOURCES}", str(HERE / "emulated_segment.cpp"), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(out))
+
+
+def weight(rows: int, columns: int, fp8: bool) -> Tensor | Fp8Weight:
+    dense = torch.randn(rows, columns) / columns**0.5
+    return to_fp8(dense) if fp8 else dense.bfloat16()
+
+
+def example(
+    rows: int, hidden: int, inner: int, q: int, qkv: int | None, *, fp8: bool, device: str = "cpu"
+) -> tuple[seg.Segment, Tensor, Tensor]:
+    """(weights, mixed, residual)."""
+    shapes = [(hidden, q), (2 * inner, hidden), (hidden, inner), *([] if qkv is None else [(qkv, hidden)])]
+    made = [weight(*shape, fp8) for shape in shapes]
+    weights = [seg.Weight.of(w.to(torch.device(device)) if isinstance(w, Fp8Weight) else w.to(device)) for w in made]
+    norms = [(1 + 0.1 * torch.randn(hidden)).bfloat16().to(device) for _ in range(2)]
+    segment = seg.Segment(*weights[:3], (norms[0], 1e-5), *([] if qkv is None else [weights[3], (norms[1], 1e-6)]))
+    return segment, torch.randn(rows, q).bfloat16().to(device), torch.randn(rows, hidden).bfloat16().to(device)
+
+
+def product(x: Tensor, w: seg.Weight) -> Tensor:
+    y = x.float() @ w.data.float().T
+    return (y if w.scale is None else y * w.scale).bfloat16()
+
+
+def expected(segment: seg.Segment, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """By the reference ops."""
+    x, mid = add_rms_norm(product(mixed, segment.out), residual, *segment.post_norm)
+    branch = product(silu_mul(product(x, segment.gate_up)), segment.down)
+    if segment.qkv is None or segment.next_norm is None:
+        return branch + mid, None
+    x, last = add_rms_norm(branch, mid, *segment.next_norm)
+    return last, product(x, segment.qkv)
+
+
+def check(found: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]) -> None:
+    """Roundings to bf16 may fall either way and travel on, so numbers are near and only a few of them apart."""
+    for a, b in zip(found, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.04)
+            assert (a.float() - b.float()).abs().mean() < 2e-3
+
+
+CASES = {
+    "one row": (1, 128, 256, 192, 160),
+    "eight rows, odd numbers of tiles": (8, 192, 320, 128, 224),
+    "eleven rows": (11, 128, 192, 128, 96),
+    "sixteen rows, the last layer": (16, 128, 192, 64, None),
+    "fewer tiles than CTAs": (3, 64, 64, 64, 32),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(name: str, fp8: bool) -> None:
+    torch.manual_seed(len(name))
+    rows, hidden, inner, q, qkv = CASES[name]
+    segment, mixed, residual = example(rows, hidden, inner, q, qkv, fp8=fp8)
+    assert seg.rejects(segment.weights) is None
+    barrier = torch.zeros(1, dtype=torch.int64)
+    for ctas, chunk, tokens in ((1, 2048, 1 << 16), (3, 64, 1 << 11)):
+        before = seg.TOKENS
+        seg.TOKENS = tokens  # the small one: down reads its tokens window by window
+        try:
+            call, outputs = seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT, warps=4, chunk=chunk)
+        finally:
+            seg.TOKENS = before
+        call.stages = 3
+        for tensor in outputs:
+            if tensor is not None:
+                tensor.fill_(torch.nan)
+        barrier.zero_()
+        for _ in range(2):  # the counter goes on rising
+            emulator().emulate_segment(ctypes.byref(call), int(fp8), ctas, ctypes.c_uint64(ctas))
+        check(outputs[:2], expected(segment, mixed, residual))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", [32, 64])
+def test_emulated_rotation(size: int, fp8: bool) -> None:
+    """Queries come back turned, keys and values lie in their slots, and nothing else of the caches is touched."""
+    torch.manual_seed(size)
+    rows, heads, kv_heads = 5, 3, 2
+    segment, mixed, residual = example(rows, 128, 128, 64, (heads + 2 * kv_heads) * size, fp8=fp8)
+    k_cache, v_cache = torch.randn(2, 6, 4, kv_heads, size).bfloat16().unbind()
+    cos, sin = torch.rand(2, 40, size // 2).unbind()
+    positions, slots = torch.tensor([7, 39, 0, 12, 3]), torch.tensor([9, -1, 23, 0, 14])
+    turn = seg.Turn(cos.contiguous(), sin.contiguous(), positions, slots, k_cache.clone(), v_cache.clone())
+    assert turn.rejects() is None
+    barrier = torch.zeros(1, dtype=torch.int64)
+    call, outputs = seg.prepare_call(segment, mixed, residual, barrier, turn, limit=LIMIT, warps=4)
+    call.stages = 3
+    emulator().emulate_segment(ctypes.byref(call), int(fp8), 2, ctypes.c_uint64(size))
+    _, projected = expected(segment, mixed, residual)
+    assert projected is not None and outputs[1] is not None
+    q = rope_write_kv(projected, positions, cos, sin, k_cache, v_cache, slots)
+    for found, want in ((outputs[1].view(q.shape), q), (turn.k_cache, k_cache), (turn.v_cache, v_cache)):
+        torch.testing.assert_close(found.float(), want.float(), rtol=0.02, atol=0.04)
+        assert (found.float() - want.float()).abs().mean() < 2e-3
+
+
+def test_chunks_divide_rows() -> None:
+    assert [seg.chunk_bytes(row) for row in (4096, 14336, 28672, 1152, 3072, 5120, 96)] == [2048, 2048, 2048, 1152, 1536, 1280, 0]
+
+
+SHAPES = {
+    "SmolLM2-135M": (576, 1536, 576, 960),
+    "Llama-3.1-8B": (4096, 14336, 4096, 6144),
+    "Llama-3.3-70B": (8192, 28672, 8192, 10240),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_on_a_card(name: str, rows: int, fp8: bool) -> None:
+    torch.manual_seed(rows)
+    hidden, inner, q, qkv = SHAPES[name]
+    segment, mixed, residual = example(rows, hidden, inner, q, qkv, fp8=fp8, device="cuda:0")
+    barrier = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    if seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT)[0].stages < 2:
+        pytest.skip("more rows than shared memory holds")
+    want = expected(segment, mixed, residual)
+    for _ in range(3):
+        check(seg.run(segment, mixed, residual, barrier), want)
+
+
+STACKS = {
+    "one row": [Rows(100)],
+    "a chain": [Rows(70, tree=tuple(chain(5)))],
+    "a tree and others": [Rows(63, tree=tuple(random_tree(9, 1))), Rows(31), Rows(15, 2)],
+}
+
+
+def on_the_card(stack: DecoderStack, fp8: bool) -> DecoderStack:
+    """The same layers in bf16, weights as they are or in FP8."""
+    device = torch.device("cuda:0")
+
+    def linear(one: Linear) -> Linear:
+        raw = to_fp8(one.dequantize()) if fp8 else one.dequantize()
+        return make_linear([raw], device=device, dtype=torch.bfloat16)
+
+    def norm(one: RMSNorm) -> RMSNorm:
+        return RMSNorm(one.weight.to(device, torch.bfloat16), one.eps)
+
+    first = stack.layers[0].attention.rotary
+    rotary = Rotary(RopeConfig(), 2 * first.cos.shape[1], len(first.cos), device=device)
+    layers = []
+    for layer in stack.layers:
+        assert isinstance(layer, Layer)
+        attention = replace(layer.attention, qkv=linear(layer.attention.qkv), out=linear(layer.attention.out), rotary=rotary)
+        layers.append(
+            replace(
+                layer,
+                input_norm=norm(layer.input_norm),
+                attention=attention,
+                post_norm=norm(layer.post_norm),
+                gate_up=linear(layer.gate_up),
+                down=linear(layer.down),
+            )
+        )
+    return DecoderStack(layers, norm(stack.norm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_on_a_card(name: str, fp8: bool) -> None:
+    """Segments and attention give what the layers' own ops give, taps included, and the same K and V."""
+    shape = Shape(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, kinds=("F32",), windows=(None, 24, 24))
+    (x, stack, batch, caches, groups), kwargs = arguments(shape, STACKS[name], (3, 0, 1), padding=2)
+    on_card = on_the_card(cast("DecoderStack", stack), fp8)
+    assert on_card.plan is not None, on_card.why_not
+    moved = Batch(**{f.name: value.cuda() if isinstance(value := getattr(batch, f.name), Tensor) else value for f in fields(Batch)})
+    found = {}
+    for backend in ("cuda", "reference"):
+        own = [(k.cuda().bfloat16(), v.cuda().bfloat16()) for k, v in cast("list[tuple[Tensor, Tensor]]", caches)]
+        with ops.override("decoder_stack", backend):
+            hidden, tapped = ops.decoder_stack(
+                cast("Tensor", x).cuda().bfloat16(), on_card, moved, own, cast("list[int]", groups), **kwargs
+            )
+        found[backend] = hidden, tapped, own[2][0].nan_to_num(0.0), own[2][1].nan_to_num(0.0)
+    for a, b in zip(found["cuda"], found["reference"], strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a[:-2].float(), b[:-2].float(), rtol=0.03, atol=0.06)
+        assert (a[:-2].float() - b[:-2].float()).abs().mean() < 5e-3
