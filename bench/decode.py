@@ -1,15 +1,17 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--pdl 0 1] [--cut chosen merged=0]
+        [--deterministic] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
 they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
-layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind. Beside the step its parts as the
-host sees them, the recorded pass of the target alone, replayed back to back (`pass_ms`), and the time that its weights take at the rate of
-a plain read, which no step can be faster than. `--pdl`: whether launches begin before the last one has ended (`triton_common.early`).
-`--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to `bench/results/decode.jsonl`.
+layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
+kernels whose bits do not depend on the batch. Beside the step its parts as the host sees them, the recorded pass of the target alone,
+replayed back to back (`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the
+rate of a plain read, which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
+(`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
+`bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,14 @@ def directory(model: str) -> str:
 
 
 def config_of(
-    model: str, batch: int, accept: list[float], eager: bool, wait: bool = False, head: tuple[str, str] | None = None, device: str = "cuda"
+    model: str,
+    batch: int,
+    accept: list[float],
+    eager: bool,
+    wait: bool = False,
+    head: tuple[str, str] | None = None,
+    device: str = "cuda",
+    deterministic: bool = False,
 ) -> EngineConfig:
     """head: method and directory of the draft head that finds the drafts, None = they are known."""
     spec = SpecConfig(method="off")
@@ -67,6 +76,7 @@ def config_of(
         enable_prefix_caching=False,
         enforce_eager=eager,
         overlap=False if wait else None,
+        deterministic=deterministic,
     )
 
 
@@ -127,6 +137,22 @@ def pass_ms(engine: Engine) -> float | None:
     return round(begin.elapsed_time(end) / REPLAYS, 4)
 
 
+def prefill_ms(config: EngineConfig, target: LoadedModel) -> float:
+    """Milliseconds from a prompt to its first token, nothing else running: the median of five after two."""
+    engine, took = build_engine(config, oracle=lambda seq: [7] * 64, target=target), []
+    generator = torch.Generator().manual_seed(1)
+    for i in range(7):
+        prompt = torch.randint(0, target.config.vocab_size, (PROMPT,), generator=generator).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        engine.runner.synchronize()
+        start = time.perf_counter()
+        while engine.has_work():
+            engine.step()
+        took.append(1e3 * (time.perf_counter() - start))
+    engine.close()
+    return round(statistics.median(took[2:]), 3)
+
+
 def floor(target: LoadedModel) -> float:
     """Milliseconds that the weights of a step take at the rate of a plain read of a gigabyte."""
     methods = [linear.method for layer in target.model.layers for linear in layer.linears] + [target.model.lm_head.method]
@@ -157,12 +183,13 @@ def records(
     launches: Sequence[tuple[int | None, str]] = ((None, "chosen"),),
     **how: bool,
 ) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait."""
+    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic."""
     target = load_target(config_of(directory(model), 1, [], **how))
-    least = round(floor(target), 3)
+    least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
     head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
     for batch, (pdl, cut) in product(batches, launches):
         case = {"bench": "decode", "model": model, "accept": accept, "head": method, **how, "floor_ms": least, "pdl": pdl, "cut": cut}
+        case["prefill_ms"] = prompt
         with launched(pdl, cut):
             engine = decoding(config_of(directory(model), batch, accept, head=head, **how), target)
             found = case | measure(engine, steps) | {"pass_ms": pass_ms(engine)}
@@ -183,6 +210,7 @@ def main() -> None:
     parser.add_argument("--head", choices=HEADS, help="a random draft head of this kind finds the drafts")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
+    parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
         "--pdl", type=int, nargs="+", choices=range(2), default=[None], help="0 = launches wait for the end of the one before"
@@ -190,11 +218,13 @@ def main() -> None:
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
     launches = list(product(args.pdl, args.cut))
+    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic}
     for model in args.model:
-        for record in records(model, args.batch, args.accept, args.steps, args.head, launches, eager=args.eager, wait=args.wait):
+        for record in records(model, args.batch, args.accept, args.steps, args.head, launches, **ways):
             append("decode", environment() | record)
-            how = ("eager" if args.eager else "graphs") + (" wait" if args.wait else "")
+            how = ("eager" if args.eager else "graphs") + " wait" * args.wait + " fixed" * args.deterministic
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
+            line += f", prompt {record['prefill_ms']}"
             print(
                 line,
                 f"pass {record['pass_ms']} pdl {record['pdl']} {record['cut']}",

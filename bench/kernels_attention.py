@@ -28,19 +28,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import schema
 from specdec import ops
-from specdec.kernels.inputs import ancestor_words, depths, random_tree
+from specdec.kernels.inputs import ancestor_words, chain, depths, random_tree
 from specdec.kernels.kv_fp8 import FP8
 from specdec.kernels.tree_attention import tiling
 
 KV_HEADS, HEAD = 8, 128
 RATE = 450e12  # attention products a second that the bound assumes
+MOST_NODES = 64  # of a tree; more rows a sequence are a chunk of its prompt
 PAST_L2 = 4  # copies of the cache together, in units of L2
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: `batch` sequences of `context` committed keys, each with a tree of `nodes` nodes (1 = plain decoding)."""
+    """One measurement: `batch` sequences of `context` committed keys, each with a tree of `nodes` nodes (1 = plain decoding, more than
+    64 = a chunk of as many prompt tokens)."""
 
     context: int
     batch: int
@@ -56,8 +58,14 @@ class Cell:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of both products, the tree's keys counted for every node."""
-        return 4 * self.batch * self.nodes * self.group * KV_HEADS * HEAD * (self.context + self.nodes)
+        """Multiplications and additions of both products; a tree's keys count for every node, a chunk's for the rows that see them."""
+        own = self.nodes if self.is_tree else (self.nodes + 1) // 2
+        return 4 * self.batch * self.nodes * self.group * KV_HEADS * HEAD * (self.context + own)
+
+    @property
+    def is_tree(self) -> bool:
+        """More nodes than a word has bits are a chunk of a prompt, as is none of them decoding."""
+        return 1 < self.nodes <= MOST_NODES
 
     def copies(self, l2_bytes: int) -> int:
         """Caches to rotate over."""
@@ -78,8 +86,8 @@ def inputs(cell: Cell, copies: int, device: str) -> tuple[Tensor, dict[str, Tens
     caches = torch.empty(copies, 2, blocks, cell.block, KV_HEADS, HEAD, dtype=KV_DTYPES[cell.kv], device=device)
     for cache in caches.flatten(0, 1):
         cache.copy_(torch.randn(cache.shape, generator=g, device=device))
-    parents = random_tree(cell.nodes, 0)
-    words = ancestor_words(parents) if cell.nodes > 1 else [0]
+    parents = random_tree(cell.nodes, 0) if cell.is_tree else chain(cell.nodes)
+    words = ancestor_words(parents) if cell.is_tree else [0] * cell.nodes
     rows = cell.batch * cell.nodes
     counts = {"dtype": torch.int32, "device": device}
     return caches, {
@@ -87,7 +95,7 @@ def inputs(cell: Cell, copies: int, device: str) -> tuple[Tensor, dict[str, Tens
         "block_table": torch.randperm(blocks, generator=g, device=device).view(cell.batch, width).int(),
         "cu_query": torch.arange(0, rows + 1, cell.nodes, **counts),
         "ctx_lens": torch.full((cell.batch,), cell.context, **counts),
-        "tree_len": torch.full((cell.batch,), cell.nodes if cell.nodes > 1 else 0, **counts),
+        "tree_len": torch.full((cell.batch,), cell.nodes if cell.is_tree else 0, **counts),
         "tree_mask": torch.tensor(words, device=device).repeat(cell.batch),
         "positions": torch.tensor([cell.context + d for d in depths(parents)], device=device).repeat(cell.batch),
     }
@@ -164,13 +172,14 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32, 64], help="more than 64: rows of a prefill chunk")
     parser.add_argument("--group", type=int, nargs="+", default=[4, 8], help="query heads a KV head")
     parser.add_argument("--kv", nargs="+", choices=list(KV_DTYPES), default=list(KV_DTYPES))
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--backend", nargs="+", default=["triton"], help="triton, triton_fixed")
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the launch to change, as keys=64,stages=4")
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--dry", action="store_true", help="write no records")
     return parser
 
 
@@ -187,7 +196,8 @@ def main() -> None:
             one_node[key] = found["us_p50"]
         if key in one_node:
             found["times_one_node"] = round(found["us_p50"] / one_node[key], 3)
-        schema.append("kernels-attention", {"bench": "kernels-attention", **schema.environment(), **found})
+        if not args.dry:
+            schema.append("kernels-attention", {"bench": "kernels-attention", **schema.environment(), **found})
         print(line(found), flush=True)
 
 

@@ -41,8 +41,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "stages5": {"stages": 5},
     "tall": {"features": 128, "stages": 3},
     "whole": {"splits": (1, 1)},
+    "fixed": {"rows": 16, "features": 64, "stages": 4, "splits": (1, 1)},
 }
-"""What is changed of the plan that the kernel would choose (`Plan`)."""
+"""What is changed of the plan that the kernel would choose (`Plan`); "fixed" is deterministic mode's."""
 
 Experting = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--plan", nargs="+", choices=PLANS, default=["usual"])
+    parser.add_argument("--dry", action="store_true", help="write no records")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernels_moe.py needs a CUDA device")
@@ -198,7 +200,8 @@ def main() -> None:
         experts = ops.prepare_experts(experts)
         for tokens in args.tokens:
             for found in measure(model, tokens, args.calls, args.repeats, experts, per_expert, args.plan):
-                schema.append("kernels_moe", found)
+                if not args.dry:
+                    schema.append("kernels_moe", found)
                 print(
                     f"{model} {tokens:3} tokens, {found['plan']}: {found['us']['p50']:7.1f} µs, {found['ratio']:.2f} × read, "
                     f"error {found['error']:.1e}",

@@ -145,7 +145,31 @@ def draft_work(device: str, vocab: int = DRAFT_VOCAB, hidden: int = 4096) -> Ite
         yield Work("tree_build", f"{batch} of 64 nodes", batch * (710 * 20 + 64 * (5 * 8 + 4 + 64)), pool)
 
 
-GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (verify_work, cut_work, row_work, rope_work, draft_work)
+def cache_work(device: str, layers: int = 32, kv: int = 8, hd: int = 128, hidden: int = 8192) -> Iterator[Work]:
+    """What an accepted path of a tree moves in all layers of Llama-8B at once; activations to e4m3; routing of Qwen3-30B-A3B."""
+    for batch in (1, 32):
+
+        def moves(seed: int, batch: int = batch) -> tuple[Any, ...]:
+            g = _generator(device, seed)
+            sides = [[torch.randn(4 * batch, 16, kv, hd, device=device, generator=g).bfloat16() for _ in range(layers)] for _ in range(2)]
+            path = torch.arange(5, device=device)  # nodes 8, 16, … of a tree of 64, moved to the slots of a chain
+            first = torch.arange(batch, device=device)[:, None] * 64
+            return *sides, (first + 8 * (path + 1)).flatten(), (first + path + 1).flatten()
+
+        yield Work("move_kv", f"{batch} paths of 5, {layers} layers", 2 * 2 * layers * 5 * batch * kv * hd * 2, moves)
+    for t in (1, 16, 64, 512):
+
+        def rows(seed: int, t: int = t) -> tuple[Any, ...]:
+            return (torch.randn(t, hidden, device=device, generator=_generator(device, seed)).bfloat16(),)
+
+        def router(seed: int, t: int = t) -> tuple[Any, ...]:
+            return torch.randn(t, 128, device=device, generator=_generator(device, seed)), 8, True
+
+        yield Work("quantize_fp8", f"{t}x{hidden}", 3 * t * hidden, rows)
+        yield Work("moe_route", f"{t}x128, 8", t * (4 * 128 + 8 * 8), router)
+
+
+GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (verify_work, cut_work, row_work, rope_work, draft_work, cache_work)
 
 
 def record(work: Work, backend: str, seconds: list[float], read: float) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight
 
 
 def _norms(residual: bool) -> Iterator[Case]:
-    for rows, hidden in ((0, 576), (1, 576), (5, 576), (3, 1), (2, 17), (4, 100), (33, 2048)):
+    for rows, hidden in ((0, 576), (1, 576), (5, 576), (3, 1), (2, 17), (4, 100), (33, 2048), (2, 2880), (2, 4096), (3, 8192)):
         x, weight = randn(rows, hidden, scale=3.0), randn(hidden, seed=1)
         args = (x, randn(rows, hidden, seed=2), weight, 1e-5) if residual else (x, weight, 1e-5)
         yield Case(f"{rows}x{hidden}", args, row_args=(0, 1) if residual else (0,))
@@ -52,7 +52,7 @@ def _norms(residual: bool) -> Iterator[Case]:
 
 
 def _silu() -> Iterator[Case]:
-    for rows, inner in ((0, 1536), (1, 1536), (7, 1536), (3, 1), (2, 17), (5, 100)):
+    for rows, inner in ((0, 1536), (1, 1536), (7, 1536), (3, 1), (2, 17), (5, 100), (2, 768), (2, 14336), (2, 28672)):
         yield Case(f"{rows}x{inner}", (randn(rows, 2 * inner, scale=8.0),), row_args=(0,))
     extreme = torch.tensor([[-1e4, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e4] + [1.0] * 8])
     yield Case("extreme", (extreme,))
@@ -65,6 +65,8 @@ def _rope() -> Iterator[Case]:
         (3, 4, 4, 6, [-1, -1, -1]),
         (0, 2, 1, 16, []),
         (5, 6, 2, 80, [4, 3, 2, 1, 0]),
+        (2, 64, 8, 128, [17, 3]),  # Llama 70B
+        (2, 64, 8, 64, [-1, 79]),  # gpt-oss
     ):
         table = randn(100, hd // 2, seed=1)
         positions = torch.arange(rows) * 7 % 100
@@ -105,6 +107,14 @@ def _attention() -> Iterator[Case]:
         batch = attention_batch([*_ATTENTION["mixed"], *_ATTENTION["chunk"]], 6, 2, 32, 16)
         yield Case(f"window {window}", tuple(batch.values()), {"scale": 0.2, "window": window})
         yield Case(f"window {window}, sinks", tuple(batch.values()), {"scale": 0.2, "window": window, "sinks": randn(6, scale=3.0)})
+    tree = Rows(40, tree=tuple(random_tree(7, 5)))
+    for name, one, heads, kv, hd, kwargs in (
+        ("Llama 8B", tree, 32, 8, 128, {}),
+        ("Qwen3-30B-A3B", tree, 32, 4, 128, {}),
+        ("gpt-oss", Rows(135), 64, 8, 64, {"window": 128, "sinks": randn(64, scale=3.0)}),
+    ):
+        batch = attention_batch([one], heads, kv, hd, 16)
+        yield Case(name, tuple(batch.values()), {"scale": hd**-0.5, **kwargs})
     yield from _draft_attention()
 
 

@@ -110,6 +110,10 @@ def _rope_rejects(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_ca
     return None if k_cache.shape[3] % 2 == 0 else "head size must be even"
 
 
+def _norm_rope_rejects(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, *rest: Tensor, **_: Any) -> str | None:
+    return _rope_rejects(qkv, *rest)
+
+
 def _stack_rejects(x: Tensor, stack: DecoderStack, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], *_: Any, **__: Any) -> str | None:
     if stack.plan is None:
         return stack.why_not
@@ -177,7 +181,13 @@ _beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
 _beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
 _beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
 _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
-_beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv)
+_NORM_ROPE = partial(
+    norm_rope_reference.norm_rope_write_kv,
+    norm=COMPILED.get("rms_norm", norm_reference.rms_norm),
+    write=COMPILED.get("rope_write_kv", rope_reference.rope_write_kv),
+)
+_NORM_ROPE_CPU = Backend("cpu", _NORM_ROPE, ("cpu",), _norm_rope_rejects, missing=WHY_NOT)
+_beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv, _NORM_ROPE_CPU)
 _beside_triton("draft_topk", topk_reference.draft_topk)
 _beside_triton("tree_build", build_reference.tree_build)
 

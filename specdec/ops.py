@@ -378,9 +378,11 @@ def norm_rope_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    kv_scales: Scales = UNSCALED,
 ) -> Tensor:
     """`rope_write_kv` of a projection whose q heads are first normed by q_weight [hd] and k heads by k_weight [hd]. Returns q [T,nh,hd]."""
-    return _NORM_ROPE_WRITE_KV(qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots)
+    rotation = positions, cos, sin, k_cache, v_cache, slots
+    return _NORM_ROPE_WRITE_KV(qkv, q_weight, k_weight, eps, *rotation, **scaled(k_cache, kv_scales))
 
 
 def draft_topk(

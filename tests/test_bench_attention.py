@@ -21,11 +21,13 @@ def test_bytes_and_operations_of_a_cell() -> None:
     assert cell.kv_bytes == 2 * 8193 * 8 * 128 * 2
     assert cell.operations == 2 * 2 * 32 * 128 * 8193
     tree = bench.Cell(context=32768, batch=8, nodes=64, group=8, kv="fp8")
+    chunk = bench.Cell(context=8192, batch=1, nodes=512, group=4, kv="bf16")
+    assert chunk.operations == 4 * 512 * 4 * 8 * 128 * (8192 + 256), "each row sees itself and the rows before it"
     assert tree.kv_bytes == 2 * 8 * 32832 * 8 * 128 and tree.operations == 4 * 8 * 64 * 64 * 128 * 32832
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
-@pytest.mark.parametrize("nodes", [1, 9])
+@pytest.mark.parametrize("nodes", [1, 9, 70])
 def test_inputs_hold_the_bytes_counted_and_mean_what_the_op_means(kv: str, nodes: int) -> None:
     cell = bench.Cell(context=55, batch=2, nodes=nodes, group=4, kv=kv, block=16)
     caches, rest = bench.inputs(cell, 2, "cpu")

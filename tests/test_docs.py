@@ -87,3 +87,12 @@ def test_every_case_is_listed_and_every_listed_file_is_there() -> None:
     assert rows and {f"test_bc{row}" for row in rows} == set(re.findall(r"test_bc\d+", done))
     both = set(rows) & set(re.findall(r"BC-(\d+)", waiting))
     assert both == set(re.findall(r"BC-(\d+)", between)), "a case with tests waits for nothing, unless a half of it is said to"
+
+
+def test_every_kernel_has_its_place_in_the_kernels_page() -> None:
+    """Each folder of an op is named, and what the page names as a command's module is there."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    folders = {path.parent.name for path in (ROOT / "kernels").glob("*/*.py")}
+    assert not {name for name in folders if f"`{name}`" not in page and f"kernels/{name}`" not in page}
+    for module in re.findall(r"python -m (bench[.\w]*)", page):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ SMALL = (
     *kernels_small.row_work("cpu", rows=(1, 3), hidden=64, inner=96),
     *kernels_small.rope_work("cpu", rows=(1, 3), heads=4, kv=2, hd=16),
     *kernels_small.draft_work("cpu", vocab=64, hidden=32),
+    *kernels_small.cache_work("cpu", layers=2, kv=2, hd=16, hidden=64),
 )
 
 
@@ -32,9 +35,18 @@ def test_every_line_is_a_call_of_its_op_and_counts_no_bytes_that_are_not_there(w
     assert 0 < work.num_bytes <= _bytes(args) + _bytes(result)
 
 
+def _numbers(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
+    """Tensors of more than one float among the arguments and in lists of them."""
+    for value in args:
+        if isinstance(value, list):
+            yield from _numbers(tuple(value))
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
+            yield value
+
+
 def test_seeds_make_arguments_of_their_own() -> None:
     for work in SMALL:
-        first, second = (next(t for t in work.make(seed) if t.is_floating_point() and t.numel() > 1) for seed in (1, 2))
+        first, second = (next(_numbers(work.make(seed))) for seed in (1, 2))
         assert not torch.equal(first, second), work.op
 
 

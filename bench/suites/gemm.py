@@ -13,6 +13,7 @@ from specdec import ops
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
 from specdec.kernels.int4_linear.planes import Int4Planes
 from specdec.kernels.int4_linear.weight import Int4Weight
+from specdec.kernels.tilings import MEASURED
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 GROUPS = {"channel": 128, "block": 32}  # columns of 4-bit groups: scales beside the sum over a step, or inside
@@ -107,6 +108,18 @@ def _scaled_mm(m: int, n: int, k: int) -> Callable[[], Tensor]:
     return lambda: torch._scaled_mm(q, weight.data.t(), one, one, out_dtype=dtype, use_fast_accum=True)
 
 
+def one_scale(m: int, n: int, k: int, device: str = "cuda") -> Callable[[], Tensor]:
+    """Our W8A8 kernel at its measured tiling with one scale for the weight and none for rows: what per-token scales are compared with."""
+    from specdec.kernels.triton_gemm import stream  # needs Triton
+
+    q, _, weight, dtype = arguments("fp8_fp8_linear", m, n, k, "tensor", torch.device(device))
+    return lambda: stream(q, weight.data, weight.scale, None, dtype, MEASURED.tiling("fp8_fp8_linear", m, n, k))
+
+
+BASELINES = {"torch._scaled_mm": _scaled_mm, "triton_one_scale": one_scale}
+"""W8A8 with scales per tensor alone, which no backend has."""
+
+
 def cases(rows: tuple[int, ...] = ROWS, models: tuple[str, ...] | None = None) -> Iterator[KernelCase]:
     """Every op, backend, layout, shape and M."""
     device = torch.device("cuda")
@@ -122,12 +135,13 @@ def cases(rows: tuple[int, ...] = ROWS, models: tuple[str, ...] | None = None) -
             if k % 16 == 0 and n % 16 == 0:
                 shape = {"model": model, "layer": layer, "N": n, "K": k, "scales": "tensor"}
                 moved = moved_bytes("fp8_fp8_linear", m, n, k, "tensor")
-                yield KernelCase("fp8_fp8_linear", "torch._scaled_mm", shape, m, moved, 2 * m * n * k, _library_maker(m, n, k))
+                for name, baseline in BASELINES.items():
+                    yield KernelCase("fp8_fp8_linear", name, shape, m, moved, 2 * m * n * k, _baseline_maker(baseline, m, n, k))
 
 
 def _maker(op: str, backend: str, m: int, n: int, k: int, layout: str, device: torch.device) -> Callable[[int], Callable[[], object]]:
     return lambda _: call_with(op, backend, arguments(op, m, n, k, layout, device))
 
 
-def _library_maker(m: int, n: int, k: int) -> Callable[[int], Callable[[], object]]:
-    return lambda _: _scaled_mm(m, n, k)
+def _baseline_maker(call: Callable[[int, int, int], Callable[[], Tensor]], m: int, n: int, k: int) -> Callable[[int], Callable[[], object]]:
+    return lambda _: call(m, n, k)

@@ -31,6 +31,8 @@ def _cases() -> Iterator[Case]:
         yield _case(f"{rows}x{vocab}~{scale}", logits, some)
         yield _case(f"{rows}x{vocab}~{scale}, nobody samples, lse", logits, None, lse=True)
         yield _case(f"{rows}x{vocab}~{scale}, one depth, lse", logits, some, depths=1, lse=True)
+    for vocab in (128256, 151936, 201088):  # Llama 3, Qwen3, gpt-oss
+        yield _case(f"1x{vocab}", randn(1, vocab, scale=3.0), torch.ones(1, dtype=torch.bool), lse=True)
     odd = randn(7, 200)
     odd[0] = -torch.inf
     odd[1, 7:] = -torch.inf

@@ -26,6 +26,12 @@ def _cases() -> Iterator[Case]:
         weights = randn(hd, seed=4), randn(hd, seed=5)
         args = (qkv, *weights, 1e-6, positions, table.cos(), table.sin(), *caches, torch.tensor(slots, dtype=torch.int64))
         yield Case(f"{rows}x{heads}/{kv}x{hd}", args, row_args=(0, 4, 9))
+    odd = randn(3, 6 * 16)
+    odd[0, 3], odd[1, 20], odd[2] = torch.nan, torch.inf, 0.0
+    table, place = randn(100, 8, seed=1), torch.arange(3)
+    caches = randn(5, 16, 2, 16, seed=2), randn(5, 16, 2, 16, seed=3)
+    rotation = place, table.cos(), table.sin(), *caches, place
+    yield Case("NaN, infinity, zeros", (odd, randn(16), randn(16), 1e-6, *rotation), row_args=(0, 4, 9))
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {"norm_rope_write_kv": _cases}

@@ -7,13 +7,14 @@ what counts.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.kv_fp8 import UNSCALED, Scales, inverse
+from specdec.kernels.triton_fp8 import handed, to_cache
+
 _HEADS = 16  # heads a program takes
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rejects(
@@ -27,12 +28,13 @@ def rejects(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    kv_scales: Scales = UNSCALED,
 ) -> str | None:
     """Why this kernel cannot run the call, or None."""
     if not all(t.is_contiguous() for t in (qkv, q_weight, k_weight, cos, sin, k_cache, v_cache)):
         return "tensors must be dense"
-    if q_weight.dtype is not qkv.dtype or k_weight.dtype is not qkv.dtype or k_cache.dtype not in _DTYPES:
-        return "weights must be of the projection's dtype, the cache of 16 or 32 bits"
+    if q_weight.dtype is not qkv.dtype or k_weight.dtype is not qkv.dtype:
+        return "weights must be of the projection's dtype"
     return "head size must be even" if k_cache.shape[3] % 2 else None
 
 
@@ -47,6 +49,7 @@ def norm_rope_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    kv_scales: Scales = UNSCALED,
 ) -> Tensor:
     """Shapes in `specdec.ops.norm_rope_write_kv`."""
     tokens = qkv.shape[0]
@@ -56,7 +59,8 @@ def norm_rope_write_kv(
     if tokens:
         grid = (tokens, triton.cdiv(heads, _HEADS))
         _norm_rope[grid](
-            qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots, q,
+            qkv, q_weight, k_weight, eps, positions, cos, sin, handed(k_cache), handed(v_cache), slots, q,
+            inverse(kv_scales[0]), inverse(kv_scales[1]),
             HEADS=heads, KV=kv_heads, HALF=hd // 2, COLUMNS=triton.next_power_of_2(hd // 2), TILE=_HEADS,
         )  # fmt: skip
     return q
@@ -64,7 +68,7 @@ def norm_rope_write_kv(
 
 @triton.jit
 def _norm_rope(
-    qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots, q,
+    qkv, q_weight, k_weight, eps, positions, cos, sin, k_cache, v_cache, slots, q, k_inverse, v_inverse,
     HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, head tiles). Heads in the projection's order: q, k, v. Rounds where norm and rotation apart round."""
@@ -103,9 +107,9 @@ def _norm_rope(
     cached = slot * (KV * HALF * 2) + column
     is_k = mask & (head >= HEADS - 2 * KV) & (head < tl.where(slot >= 0, HEADS - KV, 0))
     to_k = k_cache + cached + (head - (HEADS - 2 * KV)) * (HALF * 2)
-    tl.store(to_k, turned_first.to(k_cache.dtype.element_ty), mask=is_k)
-    tl.store(to_k + HALF, turned_second.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(to_k, to_cache(turned_first, k_inverse, k_cache.dtype.element_ty), mask=is_k)
+    tl.store(to_k + HALF, to_cache(turned_second, k_inverse, k_cache.dtype.element_ty), mask=is_k)
     is_v = mask & (head >= HEADS - KV) & (head < tl.where(slot >= 0, HEADS, 0))
     to_v = v_cache + cached + (head - (HEADS - KV)) * (HALF * 2)
-    tl.store(to_v, first.to(v_cache.dtype.element_ty), mask=is_v)
-    tl.store(to_v + HALF, second.to(v_cache.dtype.element_ty), mask=is_v)
+    tl.store(to_v, to_cache(first, v_inverse, v_cache.dtype.element_ty), mask=is_v)
+    tl.store(to_v + HALF, to_cache(second, v_inverse, v_cache.dtype.element_ty), mask=is_v)

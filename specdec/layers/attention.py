@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from specdec import ops
@@ -32,8 +31,8 @@ class KVStore(Protocol):
 class Attention:
     """Grouped-query attention of one layer. qkv: [columns] -> [(nh + 2 nkv) hd]; out: [nh hd] -> [H]; window: None = full.
 
-    head_norms: norms [hd] of every query head and of every key head, before RoPE. sinks [nh]: a logit per query head that takes
-    part in the softmax and has no value.
+    head_norms: norms [hd] of every query head and of every key head, before RoPE, with one eps. sinks [nh]: a logit per query head
+    that takes part in the softmax and has no value.
     kv_scales: of K and of V in an FP8 cache.
     """
 
@@ -55,10 +54,7 @@ class Attention:
 
         table [B, M] i32 and slots [T] i64 are those of the layer's KV group; caches are K and V, each [NB, block_size, nkv, hd].
         """
-        if self.head_norms is not None:
-            qkv = self._normalised(qkv, *self.head_norms)
-        q = ops.rope_write_kv(qkv, batch.positions, self.rotary.cos, self.rotary.sin, *caches, slots, self.kv_scales)
-        return self.attend(q, batch, table, caches)
+        return self.attend(self._rotated(qkv, batch, slots, caches), batch, table, caches)
 
     def attend(self, q: Tensor, batch: Batch, table: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """Turned queries [T, nh, hd] -> [T, nh hd] over caches that hold the rows' own keys and values."""
@@ -80,9 +76,10 @@ class Attention:
             kv_scales=self.kv_scales,
         )
 
-    def _normalised(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
-        """[T, (nh + 2 nkv) hd] with each head of q and k normalised."""
-        hd, q_size = q_norm.weight.shape[0], self.out.in_features
-        q, k, v = qkv.split((q_size, (qkv.shape[1] - q_size) // 2, (qkv.shape[1] - q_size) // 2), dim=1)
-        heads = [norm(part.reshape(-1, hd)).view(part.shape) for norm, part in ((q_norm, q), (k_norm, k))]
-        return torch.cat((*heads, v), dim=1)
+    def _rotated(self, qkv: Tensor, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """q [T, nh, hd], normed where heads are and rotated; K and V go into the caches."""
+        rotation = batch.positions, self.rotary.cos, self.rotary.sin, *caches, slots, self.kv_scales
+        if self.head_norms is None:
+            return ops.rope_write_kv(qkv, *rotation)
+        q_norm, k_norm = self.head_norms
+        return ops.norm_rope_write_kv(qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotation)

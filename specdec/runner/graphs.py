@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.types import Batch
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # 32 sequences of 6 or 8 rows: chains of heads at batch 32
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128)
 Outputs = tuple[Tensor | None, ...]  # each with a row for every row of the batch
 Recorder = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]  # turns a pass into its replay

@@ -12,7 +12,7 @@ from specdec import boot
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.runner.graphs import ROWS, SEQUENCES, Outputs, fitting
 from specdec.types import Batch
-from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run
+from tests.harness import GREEDY, SHAPES, Log, P, R, engine, oracle_of, run, tree
 from tests.spec import heads
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True)
@@ -99,8 +99,21 @@ def test_prompt_logprobs_and_long_prompts_go_without(recordings: Recordings) -> 
     assert other["prompt logprobs"].prompt_logprobs == plain["prompt logprobs"].prompt_logprobs
     recordings.made.clear()
     once = SamplingParams(max_tokens=1)
-    run(engine(max_num_batched_tokens=2 * ROWS[-1]), {"one": ([7] * 100, once), "other": ([9] * 100, once)})
+    run(engine(max_num_batched_tokens=2 * ROWS[-1]), {f"r{n}": ([n] * 100, once) for n in range(ROWS[-1] // 100 + 1)})
     assert not recordings.made
+
+
+def test_a_batch_of_more_than_128_rows_is_recorded(recordings: Recordings) -> None:
+    """Thirteen trees of thirteen nodes: the passes of 192 rows change no token either."""
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True)
+    requests = {f"r{n}": ([n, *P], params) for n in range(1, 14)}
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+    plain = run(engine(enforce_eager=True, **options), requests)
+    padded = engine(tree("oracle", 4, 3), oracle=oracle_of(plain), **options)
+    found = run(padded, requests)
+    assert any(rows > 128 for rows, _ in padded.runner._passes[padded.runner.taps]._recorded)
+    for name in requests:
+        assert found[name].outputs[0].token_ids == plain[name].outputs[0].token_ids, name
 
 
 def test_a_shape_is_recorded_once(recordings: Recordings) -> None:
@@ -112,7 +125,7 @@ def test_a_shape_is_recorded_once(recordings: Recordings) -> None:
 
 
 def test_a_size_that_holds_it() -> None:
-    assert [fitting(ROWS, n) for n in (1, 3, 17, 128, 129)] == [1, 4, 24, 128, None]
+    assert [fitting(ROWS, n) for n in (1, 3, 17, 128, 129, 193, 257)] == [1, 4, 24, 128, 192, 256, None]
     assert fitting(SEQUENCES, 33) == 64
 
 

@@ -105,7 +105,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "clamped_swiglu", (torch.zeros(5, 5760, dtype=torch.bfloat16), 1.702, 7.0)
     wide = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16)
     head, angles = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(32, 64)
-    yield "norm_rope_write_kv", (torch.zeros(5, 6144, dtype=torch.bfloat16), head, head, 1e-6, slots, angles, angles, *wide, slots)
+    qkv = torch.zeros(5, 6144, dtype=torch.bfloat16)
+    for caches in (wide, wide.to(torch.float8_e4m3fn)):
+        yield "norm_rope_write_kv", (qkv, head, head, 1e-6, slots, angles, angles, *caches, slots)
     pool = torch.zeros(5, 710, dtype=torch.int64)
     yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
     yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64)

@@ -13,6 +13,7 @@ from specdec.errors import ConfigError
 from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
 from specdec.kernels.kv_fp8 import FP8, encode, gather, inverse
 from specdec.kernels.move_kv import reference as move_reference
+from specdec.kernels.norm_rope import reference as norm_rope_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.tree_attention import matmul, reference, tiling
 from tests.kernels.device import DEVICE, on
@@ -20,6 +21,7 @@ from tests.kernels.matrix import poisoned
 
 triton_attention = pytest.importorskip("specdec.kernels.tree_attention.triton")
 triton_rope = pytest.importorskip("specdec.kernels.rope.triton")
+triton_norm_rope = pytest.importorskip("specdec.kernels.norm_rope.triton")
 triton_move = pytest.importorskip("specdec.kernels.move_kv.triton")
 KV, HD, SLOTS = 2, 16, 64
 
@@ -78,6 +80,24 @@ def test_written_codes_are_the_references(dtype: torch.dtype, scales: tuple[floa
     for side in (4, 5):
         assert torch.equal(_bytes(got[side]), _bytes(wanted[side]))
         assert not torch.equal(_bytes(got[side]), _bytes(call[side]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.037, 12.5)])
+def test_normed_keys_are_written_as_codes(dtype: torch.dtype, scales: tuple[float, float]) -> None:
+    """V's codes to the bit; those of normed keys are neighbours at most, as the sum of squares has another order."""
+    x = torch.randn(40, KV * HD, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 3, 40).unsqueeze(1)
+    qkv, *rest = _rope_call(x, dtype)
+    weights = torch.linspace(0.5, 2.0, HD).to(dtype), torch.linspace(3.0, 0.1, HD).to(dtype)
+    call = [qkv, *weights, 1e-6, *rest]
+    wanted, got = (on(DEVICE, [t.clone() if isinstance(t, Tensor) else t for t in call]) for _ in range(2))
+    expected, found = norm_rope_reference.norm_rope_write_kv(*wanted, scales), triton_norm_rope.norm_rope_write_kv(*got, scales)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(_bytes(got[8]), _bytes(wanted[8])) and not torch.equal(_bytes(got[8]), _bytes(call[8]))
+    keys, other = got[7].cpu().float(), wanted[7].cpu().float()
+    assert ((keys - other).abs() <= 0.126 * other.abs() + 2.0**-9).all()
+    few = 0.02 if dtype is torch.float32 else 0.06  # the interpreter cuts bfloat16 off where others round
+    assert (keys != other).float().mean() < few and not torch.equal(_bytes(got[7]), _bytes(call[7]))
 
 
 def test_moves_copy_every_code() -> None:

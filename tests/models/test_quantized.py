@@ -41,6 +41,18 @@ def test_the_ops_of_the_storages_give_the_same(tmp_path: Path, monkeypatch: pyte
     assert_parity(run_logits(model, IDS), expected)
 
 
+@pytest.mark.skipif(ops.WHY_NO_TRITON is not None or torch.cuda.is_available(), reason="the interpreter's: a card has tests of its own")
+@pytest.mark.parametrize("name", SNIFFED)
+def test_the_kernels_of_a_card_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From the file to logits through the streamed products, interpreted."""
+    dense = write_quantized(tmp_path / "q", FORMATS[name])
+    expected = run_logits(load_model(dense).model, IDS[:5])
+    monkeypatch.setattr(ops, "WHY_NOT", "not built")
+    model = load_model(tmp_path / "q").model
+    with ops.override("fp8_linear", "triton"), ops.override("int4_linear", "triton"):
+        assert_parity(run_logits(model, IDS[:5]), expected)
+
+
 def test_awq_order() -> None:
     """The published vector: columns 0 to 7 that hold 0 to 7 make the word 0x75316420."""
     word = torch.full((8, 1), 0x75316420, dtype=torch.int32)
