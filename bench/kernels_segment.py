@@ -1,6 +1,6 @@
 """Time of the decoder segment (all of a layer behind its attention and the next projections) on a card, beside a read of its weights.
 
-    python -m bench.kernels_segment [--model llama-3.1-8b …] [--format fp8 bf16] [--rows 1 4 8 16] [--warps 16] [--chunk 2048]
+    python -m bench.kernels_segment [--model llama-3.1-8b …] [--format fp8 bf16] [--rows 1 4 8 16] [--chunk 2048]
 
 Graph replays over rotated buffers larger than the second-level cache, medians; read_us reads the same bytes in the same run. Appends to
 `bench/results/kernels_segment.jsonl`.
@@ -43,24 +43,23 @@ def segment(model: str, fp8: bool) -> seg.Segment:
     return seg.Segment(out, gate_up, down, norm, following, norm)
 
 
-def measure(model: str, form: str, rows: int, warps: int, chunk: int) -> dict[str, object] | None:
+def measure(model: str, form: str, rows: int, chunk: int) -> dict[str, object] | None:
     """One record; None where shared memory does not hold so many rows."""
     hidden, _, q, _ = SHAPES[model]
     mixed, residual = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (q, hidden))
     barrier = torch.zeros(1, dtype=torch.int64, device="cuda")
     one = segment(model, form == "fp8")
     moved = sum(w.data.nbytes for w in one.weights)
-    call, _ = seg.prepare_call(one, mixed, residual, barrier, limit=seg.shared_limit(mixed.device), warps=warps, chunk=chunk)
+    call, _ = seg.prepare_call(one, mixed, residual, barrier, limit=seg.shared_limit(mixed.device), chunk=chunk)
     if call.stages < 2:
         return None
     layers = [one, *(segment(model, form == "fp8") for _ in range(copies(moved) - 1))]
-    turn: list[Callable[[], object]] = [partial(seg.run, s, mixed, residual, barrier, warps=warps, chunk=chunk) for s in layers]
+    turn: list[Callable[[], object]] = [partial(seg.run, s, mixed, residual, barrier, chunk=chunk) for s in layers]
     time, read = (statistics.median(t) for t in (microseconds(turn, REPLAYS), read_microseconds(moved, REPLAYS)))
     return {
         "model": model,
         "format": form,
         "rows": rows,
-        "warps": warps,
         "chunk": chunk,
         "stages": call.stages,
         "us": time,
@@ -73,18 +72,17 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--format", nargs="+", default=["fp8", "bf16"], choices=("fp8", "bf16"))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16])
-    parser.add_argument("--warps", nargs="+", type=int, default=[seg.WARPS], choices=(8, 16))
     parser.add_argument("--chunk", nargs="+", type=int, default=[seg.CHUNK])
     args = parser.parse_args()
     about = environment()
-    for model, form, warps, chunk, rows in product(args.model, args.format, args.warps, args.chunk, args.rows):
-        record = measure(model, form, rows, warps, chunk)
+    for model, form, chunk, rows in product(args.model, args.format, args.chunk, args.rows):
+        record = measure(model, form, rows, chunk)
         if record is None:
             print(f"{model:14} {form} rows {rows:2}: shared memory does not hold them")
             continue
         append("kernels_segment", {**about, **record})
         us, read = float(str(record["us"])), float(str(record["read_us"]))
-        tiling = f"warps {warps} chunk {chunk} stages {record['stages']}"
+        tiling = f"chunk {chunk} stages {record['stages']}"
         print(f"{model:14} {form} rows {rows:2} {tiling}: {us:.1f} us, read {read:.1f}, {us / read:.2f}")
         torch.cuda.empty_cache()
 

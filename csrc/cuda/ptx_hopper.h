@@ -73,6 +73,9 @@ SPECDEC_DEVICE void grid_arrive_and_wait(unsigned long long* counter, int ctas) 
 SPECDEC_DEVICE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 SPECDEC_DEVICE void release_launches() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Asks for the line at `p`.
+SPECDEC_DEVICE void send_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 SPECDEC_DEVICE uint4 load_fresh(const uint4* p) { return __ldcg(p); }
 SPECDEC_DEVICE uint16_t load_fresh(const uint16_t* p) { return __ldcg(p); }
 

@@ -26,7 +26,9 @@ cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <class Weight, int TOKEN_TILES, int WARPS>
+constexpr int WARPS = 16;  // eight are a tenth slower
+
+template <class Weight, int TOKEN_TILES>
 __global__ void __launch_bounds__(32 * WARPS + 32, 1) decoder_segment(const __grid_constant__ Call call) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
@@ -34,11 +36,11 @@ __global__ void __launch_bounds__(32 * WARPS + 32, 1) decoder_segment(const __gr
 #endif
 }
 
-template <class Weight, int TOKEN_TILES, int WARPS>
+template <class Weight, int TOKEN_TILES>
 cudaError_t launch(const Call& call, int ctas, int limit, bool early, cudaStream_t stream) {
   const Room room{call, Weight::token_pitch(call.window), TOKEN_TILES, WARPS};
   if (room.bytes > limit) return cudaErrorInvalidConfiguration;
-  const auto kernel = decoder_segment<Weight, TOKEN_TILES, WARPS>;
+  const auto kernel = decoder_segment<Weight, TOKEN_TILES>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit)) return error;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -49,19 +51,19 @@ cudaError_t launch(const Call& call, int ctas, int limit, bool early, cudaStream
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
-template <class Weight, int WARPS>
+template <class Weight>
 cudaError_t launch_rows(const Call& call, int ctas, int limit, bool early, cudaStream_t stream) {
-  if (call.M <= 8) return launch<Weight, 1, WARPS>(call, ctas, limit, early, stream);
-  return launch<Weight, 2, WARPS>(call, ctas, limit, early, stream);
+  if (call.M <= 8) return launch<Weight, 1>(call, ctas, limit, early, stream);
+  return launch<Weight, 2>(call, ctas, limit, early, stream);
 }
 
 }  // namespace specdec::segment
 
 extern "C" {
 
-// format: 0 bf16, 1 e4m3. warps: 8 or 16. limit: bytes of shared memory that a block may have. At most `ctas` blocks, all at once.
+// format: 0 bf16, 1 e4m3. limit: bytes of shared memory that a block may have. At most `ctas` blocks, all at once.
 int specdec_segment(
-    const void* arguments, int format, int warps, int ctas, int limit, int early, int device, cudaStream_t stream) {
+    const void* arguments, int format, int ctas, int limit, int early, int device, cudaStream_t stream) {
   using namespace specdec::segment;
   Call own;  // aligned as maps must be
   std::memcpy(static_cast<void*>(&own), arguments, sizeof own);
@@ -71,10 +73,7 @@ int specdec_segment(
       if (cudaError_t error = describe(own.matrix[p], format == 0 ? 2 : 1, &own.map[p])) return error;
   if (call->M < 1 || call->M > 16 || call->stages < 2 || call->stages > MAX_STAGES || ctas < 1) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
-  if (format == 0)
-    return warps == 8 ? launch_rows<Plain, 8>(*call, ctas, limit, early, stream) : launch_rows<Plain, 16>(*call, ctas, limit, early, stream);
-  return warps == 8 ? launch_rows<E4m3Rows, 8>(*call, ctas, limit, early, stream)
-                    : launch_rows<E4m3Rows, 16>(*call, ctas, limit, early, stream);
+  return format == 0 ? launch_rows<Plain>(*call, ctas, limit, early, stream) : launch_rows<E4m3Rows>(*call, ctas, limit, early, stream);
 }
 
 }  // extern "C"

@@ -39,6 +39,7 @@ constexpr int TILE = 16;   // rows of a weight in a unit
 constexpr int STEP = 64;   // bytes of a row that a warp multiplies at once
 constexpr int TILES = 2;   // whose sums a CTA keeps at once
 constexpr int MAX_STAGES = 16;
+constexpr int SUMS = 2;    // rooms for the warps' sums, by turns: a group's are added up while the next group is multiplied
 constexpr int PHASES = 4;
 enum Phase { OUT, GATE_UP, DOWN, QKV };
 
@@ -123,7 +124,7 @@ struct Room {
     }
     stage = round_up(stage, 128);
     sums = 512;
-    tokens = sums + warps * TILES * token_tiles * 512;
+    tokens = sums + SUMS * warps * TILES * token_tiles * 512;
     ring = tokens + round_up(call.M * token_pitch, 128);
     bytes = ring + call.stages * stage;
   }
@@ -166,6 +167,12 @@ struct Kernel {
 
   SPECDEC_DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(shared) + stage; }
   SPECDEC_DEVICE uint64_t* empty(int stage) const { return reinterpret_cast<uint64_t*>(shared) + MAX_STAGES + stage; }
+  // What goes with a sum: asked for before its group is multiplied, since it comes from memory.
+  struct Beside {
+    float scale[TILES], residual;
+  };
+  static constexpr int OUTPUTS = TOKEN_TILES * 128, OWN = (TILES * OUTPUTS + CONSUMERS - 1) / CONSUMERS;  // sums of a tile, results of a thread
+
   SPECDEC_DEVICE float* row_sums() const { return reinterpret_cast<float*>(shared + room.sums); }  // [ROWS][WARPS], before the warps' sums
   SPECDEC_DEVICE char* tokens() const { return shared + room.tokens; }
   SPECDEC_DEVICE char* unit(int stage) const { return shared + room.ring + stage * room.stage; }
@@ -216,6 +223,8 @@ struct Kernel {
 
   SPECDEC_DEVICE void compute() const {
     Turn turn;
+    prefetch(call.post_norm, call.matrix[GATE_UP].columns);
+    if (call.matrix[QKV].rows != 0) prefetch(call.next_norm, call.matrix[QKV].columns);
     wait_for_launches();
     phase<OUT>(turn, call.mixed);
     grid_barrier();
@@ -226,6 +235,11 @@ struct Kernel {
     grid_barrier();
     release_launches();
     phase<QKV>(turn, call.last);
+  }
+
+  // A norm's weights, on their way from memory before they are needed.
+  SPECDEC_DEVICE void prefetch(const void* weights, int columns) const {
+    if (thread < columns / 64) send_for(static_cast<const char*>(weights) + 128 * thread);
   }
 
   SPECDEC_DEVICE void grid_barrier() const {
@@ -239,11 +253,14 @@ struct Kernel {
     const Matrix& matrix = call.matrix[PHASE];
     const int begin = first(PHASE, cta), end = first(PHASE, cta + 1), row = matrix.columns * Weight::BYTES;
     const int window = matrix.window;
+    int room_of_sums = 0;
 #pragma unroll 1
     for (int item = begin; item < end; item += stride(PHASE)) {
       const int count = tiles(PHASE, item, end);
       float sums[TILES][TOKEN_TILES][4];
       clear(sums);
+      Beside beside[OWN];
+      look_beside<PHASE>(beside, item, count);
       int loaded = item == begin || window < matrix.columns ? 0 : matrix.columns;  // columns up to here are there
 #pragma unroll 1
       for (int start = 0; start < row; start += matrix.chunk) {
@@ -260,7 +277,8 @@ struct Kernel {
           turn.advance(call.stages);
         }
       }
-      finish<PHASE>(sums, item, count);
+      finish<PHASE>(sums, beside, item, count, room_of_sums);
+      room_of_sums ^= 1;
     }
   }
 
@@ -406,9 +424,41 @@ struct Kernel {
 
   // ---- Sums to results
 
+  // A result of this thread: sum `sum` of tile `tile` of a group, where `there`.
+  struct Result {
+    int tile, sum;
+    bool there;
+    SPECDEC_DEVICE Result(int index, int count) : tile(index / OUTPUTS), sum(index % OUTPUTS), there(index < count * OUTPUTS) {}
+    // Of the tile, the row, and the token, as the tensor core lays sums out.
+    SPECDEC_DEVICE int feature() const { return sum % 128 / 16 + sum / 2 % 2 * 8; }
+    SPECDEC_DEVICE int token() const { return sum / 128 * 8 + sum / 4 % 4 * 2 + sum % 2; }
+  };
+  // The j-th result of a thread in a group of `count` tiles, which in pairs give one result together.
+  SPECDEC_DEVICE Result result(int phase, int j, int count) const { return Result(thread + j * CONSUMERS, pairs(phase) ? 1 : count); }
+  SPECDEC_DEVICE int row_of(int phase, int item, int t, const Result& one) const { return tile(phase, item, t) * TILE + one.feature(); }
+
   template <int PHASE>
-  SPECDEC_DEVICE void finish(const float (&sums)[TILES][TOKEN_TILES][4], int item, int count) const {
-    float* all = row_sums();  // [tile][token tile][warp][lane][4]
+  SPECDEC_DEVICE void look_beside(Beside (&beside)[OWN], int item, int count) const {
+    const float* scale = call.matrix[PHASE].scale;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const Result one = result(PHASE, j, count);
+      if (!one.there || one.token() >= call.M) continue;
+      const bool both = pairs(PHASE);
+      beside[j].scale[0] = scale == nullptr ? 1.0f : scale[row_of(PHASE, item, one.tile, one)];
+      if (both) beside[j].scale[1] = scale == nullptr ? 1.0f : scale[row_of(PHASE, item, 1, one)];
+      if (PHASE == OUT || PHASE == DOWN) {
+        const uint16_t* stream = static_cast<const uint16_t*>(PHASE == OUT ? call.residual : call.mid);
+        const int64_t place = int64_t(one.token()) * call.matrix[PHASE].rows + row_of(PHASE, item, one.tile, one);
+        beside[j].residual = bits_float(uint32_t(load_fresh(stream + place)) << 16);
+      }
+    }
+  }
+
+  template <int PHASE>
+  SPECDEC_DEVICE void finish(
+      const float (&sums)[TILES][TOKEN_TILES][4], const Beside (&beside)[OWN], int item, int count, int room_of_sums) const {
+    float* all = row_sums() + room_of_sums * WARPS * TILES * OUTPUTS;  // [tile][token tile][warp][lane][4]
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -416,15 +466,18 @@ struct Kernel {
         *reinterpret_cast<float4*>(all + ((t * TOKEN_TILES + n) * WARPS + warp) * 128 + 4 * lane) =
             make_float4(sums[t][n][0], sums[t][n][1], sums[t][n][2], sums[t][n][3]);
     named_barrier(cta, CONSUMERS);
-    constexpr int OUTPUTS = TOKEN_TILES * 128;
-    if (PHASE == GATE_UP) {
-      for (int i = thread; i < OUTPUTS; i += CONSUMERS) write_activation(all, i, item);
-    } else if (rotates(PHASE)) {
-      for (int i = thread; i < OUTPUTS; i += CONSUMERS) write_rotated(all, i, item);
-    } else {
-      for (int i = thread; i < count * OUTPUTS; i += CONSUMERS) write<PHASE>(all, i % OUTPUTS, i / OUTPUTS, item + i / OUTPUTS);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const Result one = result(PHASE, j, count);
+      if (!one.there || one.token() >= call.M) continue;
+      const float value = rounded(total(all, one.tile, one.sum) * beside[j].scale[0]);
+      if (pairs(PHASE)) {
+        const float other = rounded(total(all, 1, one.sum) * beside[j].scale[1]);
+        PHASE == GATE_UP ? write_activation(one, item, value, other) : write_rotated(one, item, value, other);
+      } else {
+        write<PHASE>(one, tile(PHASE, item, one.tile), value, beside[j].residual);
+      }
     }
-    named_barrier(cta, CONSUMERS);
   }
 
   // Sum `i` of tile `t` of the group over all warps.
@@ -435,33 +488,22 @@ struct Kernel {
     for (int w = 0; w < WARPS; w++) sum += from[w * 128];
     return sum;
   }
-  // Of sum `i`: its row of the tile and its token, as the tensor core lays them out.
-  static SPECDEC_DEVICE int feature(int i) { return i % 128 / 16 + i / 2 % 2 * 8; }
-  static SPECDEC_DEVICE int token(int i) { return i / 128 * 8 + i / 4 % 4 * 2 + i % 2; }
 
-  SPECDEC_DEVICE float scaled(int phase, float sum, int row) const {
-    const float* scale = call.matrix[phase].scale;
-    return rounded(scale == nullptr ? sum : sum * scale[row]);
-  }
   static SPECDEC_DEVICE float rounded(float value) { return low(round_pair(value, 0.0f, Bf16())); }
   static SPECDEC_DEVICE void store(void* to, int64_t place, float value) {
     static_cast<uint16_t*>(to)[place] = uint16_t(round_pair(value, 0.0f, Bf16()));
   }
 
-  SPECDEC_DEVICE void write_activation(const float* all, int i, int item) const {
-    const int row = item * TILE + feature(i), inner = call.matrix[GATE_UP].rows / 2;
-    if (token(i) >= call.M) return;
-    const float gate = scaled(GATE_UP, total(all, 0, i), row), up = scaled(GATE_UP, total(all, 1, i), inner + row);
-    store(call.inner, int64_t(token(i)) * inner + row, gate / (1.0f + exponential(-gate)) * up);
+  SPECDEC_DEVICE void write_activation(const Result& one, int item, float gate, float up) const {
+    const int inner = call.matrix[GATE_UP].rows / 2;
+    store(call.inner, int64_t(one.token()) * inner + item * TILE + one.feature(), gate / (1.0f + exponential(-gate)) * up);
   }
 
-  // Number `place` of the first half of a head, and the one that turns with it in the second.
-  SPECDEC_DEVICE void write_rotated(const float* all, int i, int item) const {
+  // A number of the first half of a head, and the one that turns with it in the second.
+  SPECDEC_DEVICE void write_rotated(const Result& one, int item, float a, float b) const {
     const Rotary& rotary = call.rotary;
-    const int half = rotary.size / 2, head = item / (half / TILE), place = item % (half / TILE) * TILE + feature(i), who = token(i);
-    if (who >= call.M) return;
-    const int row = head * rotary.size + place, keys = head - rotary.heads, values = keys - rotary.kv_heads;
-    const float a = scaled(QKV, total(all, 0, i), row), b = scaled(QKV, total(all, 1, i), row + half);
+    const int half = rotary.size / 2, head = item / (half / TILE), place = item % (half / TILE) * TILE + one.feature(), who = one.token();
+    const int keys = head - rotary.heads, values = keys - rotary.kv_heads;
     const int64_t slot = keys < 0 ? 0 : rotary.slots[who];
     if (slot < 0) return;
     void* const to = keys < 0 ? call.next : values < 0 ? rotary.keys : rotary.values;
@@ -473,14 +515,10 @@ struct Kernel {
   }
 
   template <int PHASE>
-  SPECDEC_DEVICE void write(const float* all, int i, int t, int tile) const {
-    const int row = tile * TILE + feature(i), rows = call.matrix[PHASE].rows;
-    if (token(i) >= call.M) return;
-    const int64_t place = int64_t(token(i)) * rows + row;
-    const float value = scaled(PHASE, total(all, t, i), row);
-    if (PHASE == QKV) return store(call.next, place, value);
-    const uint16_t* residual = static_cast<const uint16_t*>(PHASE == OUT ? call.residual : call.mid);
-    store(PHASE == OUT ? call.mid : call.last, place, value + bits_float(uint32_t(load_fresh(residual + place)) << 16));
+  SPECDEC_DEVICE void write(const Result& one, int tile, float value, float residual) const {
+    const int64_t place = int64_t(one.token()) * call.matrix[PHASE].rows + tile * TILE + one.feature();
+    if (PHASE == QKV) store(call.next, place, value);
+    else store(PHASE == OUT ? call.mid : call.last, place, value + residual);
   }
 };
 

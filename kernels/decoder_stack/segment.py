@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
-TILE, STEP, MAX_STAGES, TILES = 16, 64, 16, 2  # as in segment.h
+TILE, STEP, MAX_STAGES, TILES, SUMS = 16, 64, 16, 2, 2  # as in segment.h
 MOST_ROWS = 16  # of a launch
 CHUNK = 2048  # bytes of a weight's row that are copied at once; a copy takes no more
 WARPS = 16
@@ -131,7 +131,7 @@ def shared_bytes(call: Call, rows: int, warps: int, fp8: bool) -> tuple[int, int
     """(bytes of shared memory before the ring of units, bytes of a unit)."""
     tiles = -(-rows // 8)
     pitch = _up(2 * call.window, 128) + (16 if fp8 else 64)
-    before = 512 + warps * TILES * tiles * 512 + _up(rows * pitch, 128)
+    before = 512 + SUMS * warps * TILES * tiles * 512 + _up(rows * pitch, 128)
     return before, _up(max(TILE * m.chunk for m in call.matrix), 128)
 
 
@@ -195,7 +195,7 @@ def shared_limit(device: torch.device) -> int:
 def function(device: torch.device) -> tuple[Callable[..., int], Callable[[int], bytes]]:
     """(the launch, an error's text)."""
     functions = compiled(device)
-    functions.specdec_segment.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 6, ctypes.c_void_p]
+    functions.specdec_segment.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 5, ctypes.c_void_p]
     return functions.specdec_segment, functions.specdec_error
 
 
@@ -207,7 +207,6 @@ def run(
     turn: Turn | None = None,
     *,
     early: bool = False,
-    warps: int = WARPS,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None]:
     """(the residual stream behind the layer [M,H], the next projections [M,N], or queries, or None). See `prepare_call`; M at most 16.
@@ -215,10 +214,10 @@ def run(
     barrier: int64 [1] on the device, zero at first and of this stack alone. early: begin before the launch before has ended.
     """
     device = residual.device
-    call, outputs = prepare_call(segment, mixed, residual, barrier, turn, limit=shared_limit(device), warps=warps, chunk=chunk)
+    call, outputs = prepare_call(segment, mixed, residual, barrier, turn, limit=shared_limit(device), chunk=chunk)
     launch, explain = function(device)
     stream = torch.cuda.current_stream(device).cuda_stream
-    numbers = FORMATS[segment.out.data.dtype], warps, multiprocessors(device), shared_limit(device), int(early), device.index
+    numbers = FORMATS[segment.out.data.dtype], multiprocessors(device), shared_limit(device), int(early), device.index
     if error := launch(ctypes.byref(call), *numbers, stream):
         raise RuntimeError(f"the CUDA decoder segment: {explain(error).decode()}")
     return outputs[0], outputs[1]

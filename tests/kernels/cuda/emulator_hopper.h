@@ -86,6 +86,8 @@ inline void grid_arrive_and_wait(unsigned long long* counter, int ctas) {
 inline void wait_for_launches() {}
 inline void release_launches() {}
 
+inline void send_for(const void*) {}
+
 inline uint4 load_fresh(const uint4* p) { return *p; }
 inline uint16_t load_fresh(const uint16_t* p) { return *p; }
 inline float warp_sum(float value) {
