@@ -1,29 +1,29 @@
 // Launches of the decoder segment behind a C interface (kernels/cuda_library.py). Functions return a cudaError_t.
-#include <cuda.h>
-
 #include <cstring>
 
 #include "segment.h"
 
 namespace specdec::segment {
 
+// cuTensorMapEncodeTiled of the driver, whose header not every compiler comes with: map, type of numbers, dimensions, address, sizes, bytes from
+// row to row, box, steps in it, interleaving, swizzle, promotion in the second level cache, filling.
+using Encode = int (*)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
+constexpr int FLOAT64 = 8, PLAIN = 0, LINES_OF_256 = 3, ZEROS = 0;
+
 // The map of a weight for boxes of TILE rows by one chunk, in units of 8 bytes, of which a box may have 256 a row.
 cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
-  static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  static Encode encode = nullptr;
   if (encode == nullptr) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
     if (cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result)) return error;
     if (found == nullptr) return cudaErrorNotSupported;
-    encode = reinterpret_cast<decltype(encode)>(found);
+    encode = reinterpret_cast<Encode>(found);
   }
-  static_assert(sizeof(Map) == sizeof(CUtensorMap));
-  const cuuint64_t row = cuuint64_t(matrix.columns) * bytes, sizes[2] = {row / 8, cuuint64_t(matrix.rows)}, pitch[1] = {row};
-  const cuuint32_t box[2] = {cuuint32_t(matrix.chunk / 8), TILE}, steps[2] = {1, 1};
-  const CUresult result = encode(
-      reinterpret_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 2, const_cast<void*>(matrix.data), sizes, pitch, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const uint64_t row = uint64_t(matrix.columns) * bytes, sizes[2] = {row / 8, uint64_t(matrix.rows)}, pitch[1] = {row};
+  const uint32_t box[2] = {uint32_t(matrix.chunk / 8), TILE}, steps[2] = {1, 1};
+  void* const from = const_cast<void*>(matrix.data);
+  return encode(map, FLOAT64, 2, from, sizes, pitch, box, steps, PLAIN, PLAIN, LINES_OF_256, ZEROS) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 constexpr int WARPS = 16;  // eight are a tenth slower

@@ -35,6 +35,9 @@ def test_kernels_compile_without_spills_and_answer(capability: int, tmp_path: Pa
     for name, (stack, registers) in kernels.items():
         few = not name.endswith(("Li6EEEvNS0_4CallE", "Li8EEEvNS0_4CallE"))  # 48 and 64 tokens: 96 and 128 sums a thread
         assert registers <= 255 and stack <= (0 if few else 320), f"{name} keeps {stack} bytes in local memory"
+    segments = {name: spent for name, spent in found.items() if "decoder_segment" in name}
+    assert len(segments) == 4, report  # two formats, up to 8 and 16 rows
+    assert all(stack <= 32 for stack, _ in segments.values()), segments
     library = ctypes.CDLL(str(tmp_path / "kernels.so"))
     library.specdec_error.restype = ctypes.c_char_p
     call = Call(M=1, N=64, K=100)
