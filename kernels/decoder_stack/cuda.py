@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from specdec.types import Batch
 
 
+MANY_BYTES = 64 << 20  # of a segment's weights: below, its phases take longer than the launches that it saves
+GAINS = 8  # rows up to which it does; at 16 the ops are as fast
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """A stack's segments, one a layer. barrier: of their launches. rows: the most that a launch takes."""
@@ -37,8 +41,21 @@ def prepare(stack: DecoderStack) -> tuple[Segments | None, str | None]:
     return prepare_layers(stack.layers, stack.norm)
 
 
-def prepare_layers(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
-    """As `prepare`, of layers that follow each other, with `norm` behind the last."""
+def prepare_layers(layers: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
+    """As `prepare`, of layers that follow each other, with `norm` behind the last; where it pays, by what an H200 took (bench/LOG.md)."""
+    made, reason = build(layers, norm)
+    if made is None:
+        return None, reason
+    first = made.layers[0]
+    if first.out.scale is None:
+        return None, "the ops are as fast for weights that are not FP8"
+    if sum(weight.data.nbytes for weight in first.weights) < MANY_BYTES:
+        return None, f"the ops are faster for layers of less than {MANY_BYTES >> 20} MB"
+    return replace(made, rows=min(made.rows, GAINS)), None
+
+
+def build(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
+    """As `prepare_layers`, whether it pays or not."""
     device = norm.weight.device
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None, "segments need a card of compute capability 9.0 or later"

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import ops
 from specdec.kernels.cuda_library import SOURCES
+from specdec.kernels.decoder_stack import cuda as stack_cuda
+from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.decoder_stack import segment as seg
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.inputs import Rows, chain, random_tree
@@ -218,17 +219,16 @@ def test_a_stack_on_a_card(name: str, fp8: bool) -> None:
     shape = Shape(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, kinds=("F32",), windows=(None, 24, 24))
     (x, stack, batch, caches, groups), kwargs = arguments(shape, STACKS[name], (3, 0, 1), padding=2)
     on_card = on_the_card(cast("DecoderStack", stack), fp8)
-    assert on_card.plan is not None, on_card.why_not
+    on_card.plan, reason = stack_cuda.build(on_card.layers, on_card.norm)
+    assert on_card.plan is not None, reason
     moved = Batch(**{f.name: value.cuda() if isinstance(value := getattr(batch, f.name), Tensor) else value for f in fields(Batch)})
-    found = {}
-    for backend in ("cuda", "reference"):
+    found = []
+    for run in (stack_cuda.decoder_stack, stack_reference.decoder_stack):
         own = [(k.cuda().bfloat16(), v.cuda().bfloat16()) for k, v in cast("list[tuple[Tensor, Tensor]]", caches)]
-        with ops.override("decoder_stack", backend):
-            hidden, tapped = ops.decoder_stack(
-                cast("Tensor", x).cuda().bfloat16(), on_card, moved, own, cast("list[int]", groups), **kwargs
-            )
-        found[backend] = hidden, tapped, own[2][0].nan_to_num(0.0), own[2][1].nan_to_num(0.0)
-    for a, b in zip(found["cuda"], found["reference"], strict=True):
+        start = cast("Tensor", x).cuda().bfloat16()
+        hidden, tapped = run(start, on_card, moved, own, cast("list[int]", groups), **kwargs)
+        found.append((hidden, tapped, own[2][0].nan_to_num(0.0), own[2][1].nan_to_num(0.0)))
+    for a, b in zip(*found, strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a[:-2].float(), b[:-2].float(), rtol=0.03, atol=0.06)
         assert (a[:-2].float() - b[:-2].float()).abs().mean() < 5e-3
