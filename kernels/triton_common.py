@@ -6,8 +6,8 @@ With TRITON_INTERPRET=1 Triton runs kernels in numpy, on CPU tensors. There `tl.
 *Launches that begin early* (programmatic dependent launch, Hopper and later). A kernel of a decode pass takes 1 to 6 µs, and the card some
 0.5 to 1 µs more from the end of one to the first instruction of the next. A kernel launched with the keywords of `early` may start
 before the one before it has ended, and calls `after_launches`, in which it waits for that end. Every program must call it, on every
-path, and before that must touch no memory but weights, and write nothing at all: memory that is used again is still read by the kernel
-before. As each waits, all launches before the last one have ended too. Kernels launched without the keywords begin when all is done.
+path, and before that must touch no memory: what a launch has written may not be there yet, and what is used again is still read by it.
+As each waits, all launches before the last one have ended too. Kernels launched without the keywords begin when all is done.
 """
 
 from __future__ import annotations

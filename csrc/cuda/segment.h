@@ -131,7 +131,7 @@ struct Room {
 };
 
 // A place in the ring and how often it has been round.
-struct Turn {
+struct Cursor {
   int stage = 0, parity = 0;
   SPECDEC_DEVICE void advance(int stages) {
     if (++stage == stages) stage = 0, parity ^= 1;
@@ -197,7 +197,7 @@ struct Kernel {
 
   SPECDEC_DEVICE void fetch() const {
     const uint64_t policy = evict_first();
-    Turn turn;
+    Cursor cursor;
 #pragma unroll 1
     for (int phase = 0; phase < PHASES; phase++) {
       const Matrix& matrix = call.matrix[phase];
@@ -209,11 +209,11 @@ struct Kernel {
         for (int start = 0; start < row; start += matrix.chunk)
 #pragma unroll 1
           for (int t = 0; t < count; t++) {
-            wait_barrier(empty(turn.stage), turn.parity ^ 1);
-            expect_bytes(full(turn.stage), TILE * matrix.chunk);
+            wait_barrier(empty(cursor.stage), cursor.parity ^ 1);
+            expect_bytes(full(cursor.stage), TILE * matrix.chunk);
             const Box box{matrix.data, row, start, tile(phase, item, t) * TILE, matrix.chunk, TILE};
-            copy_box(unit(turn.stage), call.map[phase].words, box, full(turn.stage), policy);
-            turn.advance(call.stages);
+            copy_box(unit(cursor.stage), call.map[phase].words, box, full(cursor.stage), policy);
+            cursor.advance(call.stages);
           }
       }
     }
@@ -222,19 +222,19 @@ struct Kernel {
   // ---- The warps that compute
 
   SPECDEC_DEVICE void compute() const {
-    Turn turn;
+    Cursor cursor;
     prefetch(call.post_norm, call.matrix[GATE_UP].columns);
     if (call.matrix[QKV].rows != 0) prefetch(call.next_norm, call.matrix[QKV].columns);
     wait_for_launches();
-    phase<OUT>(turn, call.mixed);
+    phase<OUT>(cursor, call.mixed);
     grid_barrier();
-    phase<GATE_UP>(turn, call.mid);
+    phase<GATE_UP>(cursor, call.mid);
     grid_barrier();
-    phase<DOWN>(turn, call.inner);
+    phase<DOWN>(cursor, call.inner);
     if (call.matrix[QKV].rows == 0) return;
     grid_barrier();
     release_launches();
-    phase<QKV>(turn, call.last);
+    phase<QKV>(cursor, call.last);
   }
 
   // A norm's weights, on their way from memory before they are needed.
@@ -249,7 +249,7 @@ struct Kernel {
   }
 
   template <int PHASE>
-  SPECDEC_DEVICE void phase(Turn& turn, const void* input) const {
+  SPECDEC_DEVICE void phase(Cursor& cursor, const void* input) const {
     const Matrix& matrix = call.matrix[PHASE];
     const int begin = first(PHASE, cta), end = first(PHASE, cta + 1), row = matrix.columns * Weight::BYTES;
     const int window = matrix.window;
@@ -270,11 +270,11 @@ struct Kernel {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           if (t == count) break;
-          wait_barrier(full(turn.stage), turn.parity);
-          multiply(sums[t], unit(turn.stage), matrix.chunk, offset);
+          wait_barrier(full(cursor.stage), cursor.parity);
+          multiply(sums[t], unit(cursor.stage), matrix.chunk, offset);
           warp_barrier();
-          if (lane == 0) arrive_barrier(empty(turn.stage));
-          turn.advance(call.stages);
+          if (lane == 0) arrive_barrier(empty(cursor.stage));
+          cursor.advance(call.stages);
         }
       }
       finish<PHASE>(sums, beside, item, count, room_of_sums);

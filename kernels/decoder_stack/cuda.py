@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -43,36 +43,41 @@ def prepare(stack: DecoderStack) -> tuple[Segments | None, str | None]:
 
 def prepare_layers(layers: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
     """As `prepare`, of layers that follow each other, with `norm` behind the last; where it pays, by what an H200 took (bench/LOG.md)."""
-    made, reason = build(layers, norm)
-    if made is None:
-        return None, reason
-    first = made.layers[0]
-    if first.out.scale is None:
-        return None, "the ops are as fast for weights that are not FP8"
-    if sum(weight.data.nbytes for weight in first.weights) < MANY_BYTES:
-        return None, f"the ops are faster for layers of less than {MANY_BYTES >> 20} MB"
-    return replace(made, rows=min(made.rows, GAINS)), None
+    made, reason = cut(layers, norm)
+    reason = reason or loses(made[0])
+    return (None, reason) if reason is not None else build(made, GAINS)
 
 
-def build(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[Segments | None, str | None]:
-    """As `prepare_layers`, whether it pays or not."""
-    device = norm.weight.device
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return None, "segments need a card of compute capability 9.0 or later"
+def loses(one: Segment) -> str | None:
+    """Why the layers' own ops are no slower, or None."""
+    if one.out.scale is None:
+        return "the ops are as fast for weights that are not FP8"
+    small = sum(weight.data.nbytes for weight in one.weights) < MANY_BYTES
+    return f"the ops are faster for layers of less than {MANY_BYTES >> 20} MB" if small else None
+
+
+def cut(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[tuple[Segment, ...], str | None]:
+    """(a segment for each of the layers, None), or (nothing, why that cannot be)."""
     reason = refuse(stacked, norm)
     if reason is not None:
-        return None, reason
+        return (), reason
+    layers = [cast("Layer", layer) for layer in stacked]
+    made = tuple(segment_of(layer, after) for layer, after in zip(layers, [*layers[1:], None], strict=True))
+    return made, next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
+
+
+def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | None, str | None]:
+    """What `decoder_stack` runs, of up to `most` rows, or (None, why the card cannot). nvcc may have to build the library first."""
+    device = made[0].out.data.device
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return None, "segments need a card of compute capability 9.0 or later"
+    rows = min(most_rows(made[0], device), most)
+    if not rows:
+        return None, "layers are too wide for a multiprocessor's shared memory"
     try:
         segment.function(device)
     except KernelUnavailable as err:
         return None, str(err)
-    layers = [cast("Layer", layer) for layer in stacked]
-    following = [*layers[1:], None]
-    made = tuple(segment_of(layer, after) for layer, after in zip(layers, following, strict=True))
-    reason = next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
-    rows = most_rows(made[0], device) if reason is None else 0
-    if not rows:
-        return None, reason or "layers are too wide for a multiprocessor's shared memory"
     return Segments(made, torch.zeros(1, dtype=torch.int64, device=device), rows), None
 
 

@@ -9,7 +9,7 @@ run for every sequence, and those beyond write nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,12 +71,6 @@ class Places:
         return Place(slots, sampling.length[slots] - 1, tokens, first.int(), tables, self._runner.block_size)
 
 
-class Start(Protocol):
-    """Within the recording: (newest tokens [B], hidden states [B, 1 + masks, Hd] behind them and the masks, feedback [B, Hd])."""
-
-    def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 def padded_copy(own: Tensor, values: Tensor) -> None:
     """Into own [B, any] the fewer rows of values, then copies of the first."""
     own[: len(values)].copy_(values)
@@ -98,6 +92,7 @@ class Given:
             padded_copy(own, values.view(-1, *own.shape[1:]))
 
     def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """Within the recording: (newest tokens [B], hidden states [B, 1 + masks, Hd] behind them and the masks, feedback [B, Hd])."""
         return place.tokens, self._states, self._feedback[:, 0]
 
 
@@ -120,6 +115,7 @@ class Accepted:
         padded_copy(self._taps[:, : taps.shape[1]], taps)
 
     def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `Given`."""
         head, masks, count = self._runner.head, self._masks, self._said[:, -1:]
         size, width, device = len(count), self._most + masks, head.device
         row = torch.arange(width, device=device)

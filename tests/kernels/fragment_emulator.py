@@ -20,15 +20,20 @@ MARGIN = 4096
 
 
 @cache
-def emulator() -> ctypes.CDLL:
-    """Compiled once per process; a compiler is part of what the tests need."""
+def emulated(source: str) -> ctypes.CDLL:
+    """`cuda/<source>` compiled against the emulated machine, once per process; a compiler is part of what the tests need."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "emulated.so"
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-        command = [os.environ.get("CXX", "g++"), *flags, f"-I{HERE}", f"-I{SOURCES}", str(HERE / "emulated.cpp"), "-o", str(out)]
+        command = [os.environ.get("CXX", "g++"), *flags, f"-I{HERE}", f"-I{SOURCES}", str(HERE / source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(out))
+
+
+def emulator() -> ctypes.CDLL:
+    """Of the fragment linear layer."""
+    return emulated("emulated.cpp")
 
 
 def guarded(like: Tensor) -> tuple[Tensor, list[Tensor]]:

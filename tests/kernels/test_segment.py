@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 from dataclasses import fields, replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.cuda_library import SOURCES
 from specdec.kernels.decoder_stack import cuda as stack_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.decoder_stack import segment as seg
@@ -31,21 +25,15 @@ from specdec.layers.rotary import Rotary
 from specdec.models.config import RopeConfig
 from specdec.quant.fp8 import to_fp8
 from specdec.types import Batch
+from tests.kernels.fragment_emulator import emulated
 from tests.kernels.stack_cases import Shape, arguments
+from tests.kernels.stack_cases import stack as stack_of
 
-HERE = Path(__file__).with_name("cuda")
 LIMIT = 232448  # bytes of shared memory of a block on Hopper
 
 
-@cache
 def emulator() -> ctypes.CDLL:
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "emulated.so"
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-        command = [os.environ.get("CXX", "g++"), *flags, f"-I{HERE}", f"-I{SOURCES}", str(HERE / "emulated_segment.cpp"), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(out))
+    return emulated("emulated_segment.cpp")
 
 
 def weight(rows: int, columns: int, fp8: bool) -> Tensor | Fp8Weight:
@@ -151,24 +139,22 @@ def test_chunks_divide_rows() -> None:
     assert [seg.chunk_bytes(row) for row in (4096, 14336, 28672, 1152, 3072, 5120, 96)] == [2048, 2048, 2048, 1152, 1536, 1280, 0]
 
 
-SHAPES = {
-    "SmolLM2-135M": (576, 1536, 576, 960),
-    "Llama-3.1-8B": (4096, 14336, 4096, 6144),
-    "Llama-3.3-70B": (8192, 28672, 8192, 10240),
+SHAPES = {  # and the most rows that shared memory holds
+    "SmolLM2-135M": (576, 1536, 576, 960, 16),
+    "Llama-3.1-8B": (4096, 14336, 4096, 6144, 8),
+    "Llama-3.3-70B": (8192, 28672, 8192, 10240, 8),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("rows", [1, 5, 8, 16])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name, rows", [(name, rows) for name, shape in SHAPES.items() for rows in (1, 5, 8, 16) if rows <= shape[-1]])
 def test_on_a_card(name: str, rows: int, fp8: bool) -> None:
     torch.manual_seed(rows)
-    hidden, inner, q, qkv = SHAPES[name]
+    hidden, inner, q, qkv, _ = SHAPES[name]
     segment, mixed, residual = example(rows, hidden, inner, q, qkv, fp8=fp8, device="cuda:0")
     barrier = torch.zeros(1, dtype=torch.int64, device="cuda:0")
-    if seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT)[0].stages < 2:
-        pytest.skip("more rows than shared memory holds")
+    assert seg.prepare_call(segment, mixed, residual, barrier, limit=LIMIT)[0].stages >= 2
     want = expected(segment, mixed, residual)
     for _ in range(3):
         check(seg.run(segment, mixed, residual, barrier), want)
@@ -181,9 +167,8 @@ STACKS = {
 }
 
 
-def on_the_card(stack: DecoderStack, fp8: bool) -> DecoderStack:
-    """The same layers in bf16, weights as they are or in FP8."""
-    device = torch.device("cuda:0")
+def narrow(stack: DecoderStack, fp8: bool, device: torch.device) -> DecoderStack:
+    """The same layers in bf16 on `device`, weights as they are or in FP8."""
 
     def linear(one: Linear) -> Linear:
         raw = to_fp8(one.dequantize()) if fp8 else one.dequantize()
@@ -211,6 +196,15 @@ def on_the_card(stack: DecoderStack, fp8: bool) -> DecoderStack:
     return DecoderStack(layers, norm(stack.norm))
 
 
+@pytest.mark.parametrize("fp8, reason", [(False, "not FP8"), (True, "less than 64 MB")], ids=["bf16", "fp8"])
+def test_layers_that_gain_nothing_are_known_without_a_compiler(fp8: bool, reason: str) -> None:
+    shape = Shape(hidden=128, inner=192, heads=2, kv_heads=1, head_dim=64, kinds=("F32",))
+    made = narrow(stack_of(shape), fp8, torch.device("cpu"))
+    assert stack_cuda.cut(made.layers, made.norm)[1] is None
+    plan, why_not = stack_cuda.prepare_layers(made.layers, made.norm)
+    assert plan is None and reason in str(why_not)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", STACKS)
@@ -218,8 +212,10 @@ def test_a_stack_on_a_card(name: str, fp8: bool) -> None:
     """Segments and attention give what the layers' own ops give, taps included, and the same K and V."""
     shape = Shape(hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, kinds=("F32",), windows=(None, 24, 24))
     (x, stack, batch, caches, groups), kwargs = arguments(shape, STACKS[name], (3, 0, 1), padding=2)
-    on_card = on_the_card(cast("DecoderStack", stack), fp8)
-    on_card.plan, reason = stack_cuda.build(on_card.layers, on_card.norm)
+    on_card = narrow(cast("DecoderStack", stack), fp8, torch.device("cuda:0"))
+    made, reason = stack_cuda.cut(on_card.layers, on_card.norm)
+    assert reason is None
+    on_card.plan, reason = stack_cuda.build(made)
     assert on_card.plan is not None, reason
     moved = Batch(**{f.name: value.cuda() if isinstance(value := getattr(batch, f.name), Tensor) else value for f in fields(Batch)})
     found = []
