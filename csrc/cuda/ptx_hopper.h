@@ -68,17 +68,19 @@ SPECDEC_DEVICE void named_barrier(int, int number, int count) { asm volatile("ba
 // Counts up and says what was there before.
 SPECDEC_DEVICE unsigned long long count_up(unsigned long long* counter) { return atomicAdd(counter, 1ull); }
 
-SPECDEC_DEVICE void raise_to(uint32_t* to, uint32_t value) { atomicMax(to, value); }
+// Blocks that have come to the counter.
+SPECDEC_DEVICE unsigned long long came_to_grid(unsigned long long* counter) {
+  unsigned long long seen;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+  return seen;
+}
 
-// Counts this block in, and waits until all `ctas` have come as often. What they wrote before is there then, past the first level cache.
-// Of the block's other threads too, who came to a barrier with this one before, and come to one after.
-SPECDEC_DEVICE void grid_arrive_and_wait(unsigned long long* counter, int ctas) {
-  unsigned long long ticket, seen;
-  asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(ticket) : "l"(counter) : "memory");
-  const unsigned long long target = (ticket / ctas + 1) * ctas;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
-  } while (seen < target);
+// Counts this block in, and waits until `all` have come. What they wrote before is there then, past the first level cache; of a block's other
+// threads too, who came to a barrier with this one before and come to one after.
+SPECDEC_DEVICE void grid_arrive_and_wait(unsigned long long* counter, unsigned long long all) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
+  while (came_to_grid(counter) < all) {
+  }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
@@ -98,8 +100,6 @@ SPECDEC_DEVICE void widen_codes(uint32_t& first, uint32_t& second, uint32_t code
       : "r"(codes));
 }
 
-SPECDEC_DEVICE uint4 load_fresh(const uint4* p) { return __ldcg(p); }
-SPECDEC_DEVICE uint32_t load_fresh(const uint32_t* p) { return __ldcg(p); }
 SPECDEC_DEVICE uint16_t load_fresh(const uint16_t* p) { return __ldcg(p); }
 
 SPECDEC_DEVICE float warp_sum(float value) {

@@ -43,11 +43,20 @@ struct Kernel {
   static constexpr int RESULTS = TOKEN_TILES * 128;  // sums of a tile
   using Number = typename Weight::Number;
 
-  // Tokens of DOWN that do not fit all at once: two windows by turns, and what this thread brings of the following one, on its way.
-  static constexpr int HELD = held_ahead(TOKEN_TILES);
+  // Tokens of DOWN that do not fit all at once: two windows by turns, one multiplied, the other on its way.
   struct Window {
-    uint4 held[HELD];
-    int column, turn;  // of the window that is on its way; of the one that is multiplied
+    int coming, turn;  // column at which the one on its way begins; room of the one that is multiplied
+  };
+
+  // A warp's sums of a tile, as the tensor core lays them out: of both halves of its pieces, by eight tokens.
+  struct Sum {
+    float of[2][TOKEN_TILES][4];
+    SPECDEC_DEVICE float both(int n, int i) const { return of[0][n][i] + of[1][n][i]; }
+  };
+
+  // What goes with the sums of an item's tiles.
+  struct Beside {
+    float scale[TILES], residual[TILES];
   };
 
   const Call& call;
@@ -80,11 +89,9 @@ struct Kernel {
   SPECDEC_DEVICE uint64_t* summed(int turn) const { return barrier(2 * MAX_STAGES + turn); }
   SPECDEC_DEVICE uint64_t* finished(int turn) const { return barrier(2 * MAX_STAGES + SUMS + turn); }
   SPECDEC_DEVICE uint64_t* next_phase() const { return barrier(2 * MAX_STAGES + 2 * SUMS); }
-  SPECDEC_DEVICE int& tile_of(int stage) const { return reinterpret_cast<int*>(shared + 320)[stage]; }  // that a unit begins, -1 = phase ends
+  SPECDEC_DEVICE int& item_of(int stage) const { return reinterpret_cast<int*>(shared + 320)[stage]; }  // a unit's, -1 = phase ends
   SPECDEC_DEVICE int& tile_summed(int turn) const { return reinterpret_cast<int*>(shared + 384)[turn]; }
   SPECDEC_DEVICE float& shrunk(int token) const { return reinterpret_cast<float*>(shared + 448)[token]; }  // undoes its power of two
-  SPECDEC_DEVICE float& grown(int token) const { return reinterpret_cast<float*>(shared + 512)[token]; }
-  SPECDEC_DEVICE uint32_t& peak(int token) const { return reinterpret_cast<uint32_t*>(shared + 576)[token]; }
   SPECDEC_DEVICE float* sums(int turn) const { return reinterpret_cast<float*>(shared + room.sums + turn * room.sum); }  // [token tile][warp][128]
   SPECDEC_DEVICE float* residuals(int turn) const { return sums(turn) + WARPS * RESULTS; }  // [RESULTS]
   SPECDEC_DEVICE float* scales(int turn) const { return residuals(turn) + RESULTS; }  // [TILE]
@@ -92,11 +99,18 @@ struct Kernel {
   SPECDEC_DEVICE char* tokens() const { return shared + room.tokens; }
   SPECDEC_DEVICE char* unit(int stage) const { return shared + room.ring + stage * room.stage; }
 
-  // ---- Division of work: tiles of a phase
+  // ---- Division of work: tiles of a phase, one at a time, or where tokens come window by window two, so that a window serves both
 
   SPECDEC_DEVICE bool rotates(int phase) const { return phase == QKV && call.rotary.cos != nullptr; }
   SPECDEC_DEVICE bool pairs(int phase) const { return phase == GATE_UP || rotates(phase); }
   SPECDEC_DEVICE int tiles(int phase) const { return call.matrix[phase].rows / TILE; }
+  SPECDEC_DEVICE bool in_windows(int phase) const { return call.matrix[phase].window < call.matrix[phase].columns; }
+  SPECDEC_DEVICE int at_once(int phase) const { return in_windows(phase) ? TILES : 1; }
+  SPECDEC_DEVICE int items(int phase) const { return (tiles(phase) + at_once(phase) - 1) / at_once(phase); }
+  SPECDEC_DEVICE int tiles_of(int phase, int item) const {
+    const int left = tiles(phase) - item * at_once(phase);
+    return left < at_once(phase) ? left : at_once(phase);
+  }
   // Where the upper or the lower half of a tile begins.
   SPECDEC_DEVICE int row(int phase, int tile, int half) const {
     if (phase == GATE_UP) return tile * HALF + half * (call.matrix[phase].rows / 2);
@@ -113,48 +127,51 @@ struct Kernel {
 #pragma unroll 1
     for (int phase = 0; phase < PHASES; phase++) {
       if (call.matrix[phase].rows == 0) return;
-      const int count = tiles(phase);
-      int tile = cta, following = take(phase, count);
+      const int count = items(phase);
+      int item = cta;
+      unsigned long long ticket = take(phase, count);
 #pragma unroll 1
-      while (tile < count) {
-        fetch(phase, tile, cursor, policy);
-        tile = following;
-        if (tile < count) following = take(phase, count);
+      while (item < count) {
+        fetch(phase, item, cursor, policy);
+        item = count <= ctas ? count : ctas + int(ticket % count);  // asked for an item ago, since it takes its time to come
+        if (item < count) ticket = take(phase, count);
       }
       wait_barrier(empty(cursor.stage), cursor.parity ^ 1);
-      tile_of(cursor.stage) = -1;
+      item_of(cursor.stage) = -1;
       arrive_barrier(full(cursor.stage));
       cursor.advance(call.stages);
     }
   }
 
-  // The next tile behind those that blocks have by their number. Every launch takes `count` tickets: one for each such tile, and one of each
-  // block that finds none left. So the ticket says how many of this launch were taken before, once no other launch takes any: the one
+  // Leads to the next item behind those that blocks have by their number. Every launch takes `count` tickets: one for each such item, and one
+  // of each block that finds none left. So a ticket says how many of this launch were taken before, once no other launch takes any: the one
   // before is through with OUT when this one begins, with the other phases when it has ended.
-  SPECDEC_DEVICE int take(int phase, int count) const {
-    if (count <= ctas) return count;
+  SPECDEC_DEVICE unsigned long long take(int phase, int count) const {
+    if (count <= ctas) return 0;
     if (phase != OUT) wait_for_launches();
-    return ctas + int(count_up(&call.counters->tickets[phase]) % count);
+    return count_up(&call.counters->tickets[phase]);
   }
 
-  SPECDEC_DEVICE void fetch(int phase, int tile, Cursor& cursor, uint64_t policy) const {
+  SPECDEC_DEVICE void fetch(int phase, int item, Cursor& cursor, uint64_t policy) const {
     const Matrix& matrix = call.matrix[phase];
-    const int row_bytes = matrix.columns * Weight::BYTES;
-    bool scales = matrix.scale != nullptr;  // they come with the first unit: asked for by whom they are for, they would come too late
+    const int row_bytes = matrix.columns * Weight::BYTES, count = tiles_of(phase, item);
 #pragma unroll 1
-    for (int start = 0; start < row_bytes; start += matrix.chunk) {
-      wait_barrier(empty(cursor.stage), cursor.parity ^ 1);
-      tile_of(cursor.stage) = tile;
-      expect_bytes(full(cursor.stage), TILE * (matrix.chunk + (scales ? 4 : 0)));
+    for (int start = 0; start < row_bytes; start += matrix.chunk)
 #pragma unroll 1
-      for (int half = 0; half < 2; half++) {
-        if (scales) copy_bytes(scales_of(cursor.stage) + half * HALF, matrix.scale + row(phase, tile, half), 4 * HALF, full(cursor.stage));
-        const Box box{matrix.data, row_bytes, start, row(phase, tile, half), matrix.chunk, HALF};
-        copy_box(unit(cursor.stage) + half * HALF * matrix.chunk, call.map[phase].words, box, full(cursor.stage), policy);
+      for (int t = 0; t < count; t++) {
+        const bool scales = start == 0 && matrix.scale != nullptr;  // by those whom they are for they would be asked for too late
+        wait_barrier(empty(cursor.stage), cursor.parity ^ 1);
+        item_of(cursor.stage) = item;
+        expect_bytes(full(cursor.stage), TILE * (matrix.chunk + (scales ? 4 : 0)));
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+          const int first = row(phase, item * at_once(phase) + t, half);
+          if (scales) copy_bytes(scales_of(cursor.stage) + half * HALF, matrix.scale + first, 4 * HALF, full(cursor.stage));
+          const Box box{matrix.data, row_bytes, start, first, matrix.chunk, HALF};
+          copy_box(unit(cursor.stage) + half * HALF * matrix.chunk, call.map[phase].words, box, full(cursor.stage), policy);
+        }
+        cursor.advance(call.stages);
       }
-      scales = false;
-      cursor.advance(call.stages);
-    }
   }
 
   // ---- The warps that multiply
@@ -167,33 +184,34 @@ struct Kernel {
 
   // One code for all phases: with one for each, whose instructions come from memory once a launch, phases took 2 us longer.
   SPECDEC_DEVICE void multiply_phase(int phase, Cursor& unit, Cursor& turn) const {
-    const Matrix& matrix = call.matrix[phase];
-    const bool in_windows = matrix.window < matrix.columns, works = cta < tiles(phase);
-    const void* input = phase == OUT ? call.mixed : phase == GATE_UP ? call.mid : phase == DOWN ? call.inner : call.last;
+    const bool works = cta < items(phase);
+    const char* input = static_cast<const char*>(phase == OUT ? call.mixed : phase == GATE_UP ? call.mid : phase == DOWN ? call.inner : call.last);
     Near near{};
     if (works) near = send_for_norm(phase);
     if (phase == OUT) wait_for_launches();
     else wait_barrier(next_phase(), (phase - 1) % 2);
     if (phase == QKV) release_launches();
     Window window{};
-    float residual = 0.0f;
+    Beside beside{};
     if (works) {
-      residual = look_beside(phase, cta);
-      if (in_windows) first_window(window, input);
+      look_beside(phase, cta, beside);
+      if (in_windows(phase)) first_window(window, input);
       else load_tokens(phase, input, near);
     }
 #pragma unroll 1
     for (;;) {
       wait_barrier(full(unit.stage), unit.parity);
-      const int tile = tile_of(unit.stage);
-      if (tile < 0) break;
-      const float scale = thread < TILE && matrix.scale != nullptr ? scales_of(unit.stage)[thread] : 1.0f;
-      if (tile != cta) residual = look_beside(phase, tile);
-      float sum[TOKEN_TILES][4] = {};
-      multiply_tile(phase, sum, unit, window, input, in_windows);
-      hand_over(sum, residual, scale, tile, turn);
+      const int item = item_of(unit.stage);
+      if (item < 0) break;
+      if (item != cta) look_beside(phase, item, beside);
+      Sum sum[TILES] = {};
+      multiply_item(phase, item, sum, beside, unit, window, input);
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        if (t < tiles_of(phase, item)) hand_over(sum[t], beside.residual[t], beside.scale[t], item * at_once(phase) + t, turn);
     }
     leave(unit);
+    wait_copies<0>();  // of a window that nobody needed, whose room is the next phase's
     hand_over({}, 0.0f, 0.0f, -1, turn);
   }
 
@@ -203,50 +221,60 @@ struct Kernel {
     cursor.advance(call.stages);
   }
 
-  SPECDEC_DEVICE void multiply_tile(int phase, float (&sum)[TOKEN_TILES][4], Cursor& cursor, Window& window, const void* input, bool in_windows) const {
+  // The first unit is there.
+  SPECDEC_DEVICE void multiply_item(
+      int phase, int item, Sum (&sum)[TILES], Beside& beside, Cursor& cursor, Window& window, const char* input) const {
     const Matrix& matrix = call.matrix[phase];
-    const int row_bytes = matrix.columns * Weight::BYTES, pitch = Weight::token_pitch(matrix.window);
+    const int row_bytes = matrix.columns * Weight::BYTES, pitch = Weight::token_pitch(matrix.window), count = tiles_of(phase, item);
     int column = 0;  // in the window
 #pragma unroll 1
     for (int start = 0; start < row_bytes; start += matrix.chunk) {
-      if (start != 0) wait_barrier(full(cursor.stage), cursor.parity);
-      const char* tokens = this->tokens() + (in_windows ? window.turn * call.M * pitch : 0);
-      multiply(sum, unit(cursor.stage), matrix.chunk, tokens + 2 * column, pitch);
-      leave(cursor);
+      const char* from = tokens() + (in_windows(phase) ? window.turn * call.M * pitch : 0) + 2 * column;
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        if (t == count) break;
+        wait_barrier(full(cursor.stage), cursor.parity);
+        if (start == 0 && thread < TILE) beside.scale[t] = matrix.scale == nullptr ? 1.0f : scales_of(cursor.stage)[thread];
+        multiply(sum[t], unit(cursor.stage), matrix.chunk, from, pitch);
+        leave(cursor);
+      }
       column += matrix.chunk / Weight::BYTES;
-      if (in_windows && (column == matrix.window || start + matrix.chunk == row_bytes)) turn_window(window, input), column = 0;
+      if (in_windows(phase) && (column == matrix.window || start + matrix.chunk == row_bytes)) turn_window(window, input), column = 0;
     }
   }
 
-  // Adds this warp's pieces of a unit. Lanes whose token is none read nothing, which saves shared memory its time, and nobody reads their sums.
-  SPECDEC_DEVICE void multiply(float (&sum)[TOKEN_TILES][4], const char* codes, int chunk, const char* tokens, int pitch) const {
-    const int row = row_in_half(group), eight = HALF * chunk;
+  // Adds this warp's pieces of a unit; the halves of a piece have sums of their own, so that products wait for each other half as often.
+  // Lanes whose token is none read nothing, which saves shared memory its time, and nobody reads their sums.
+  SPECDEC_DEVICE void multiply(Sum& sum, const char* codes, int chunk, const char* tokens, int pitch) const {
+    const int row = row_in_half(group);
 #pragma unroll 1
     for (int piece = warp; piece < chunk / PIECE; piece += WARPS) {
       const char* own = codes + piece * HALF * PIECE + row * PIECE;
       const char* x = tokens + group * pitch + piece * 8 * Weight::X + quad * Weight::X;
+      uint4 low[2], high[2], right[2][TOKEN_TILES][Weight::X / 16] = {};
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int part = ((4 * side + quad) ^ row) * 16;
-        const uint4 low = *reinterpret_cast<const uint4*>(own + part), high = *reinterpret_cast<const uint4*>(own + eight + part);
-        uint4 right[TOKEN_TILES][Weight::X / 16] = {};
+        low[side] = *reinterpret_cast<const uint4*>(own + part), high[side] = *reinterpret_cast<const uint4*>(own + HALF * chunk + part);
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
           for (int i = 0; i < Weight::X / 16; i++)
             if (8 * n + group < call.M)
-              right[n][i] = *reinterpret_cast<const uint4*>(x + 8 * n * pitch + side * 4 * Weight::X + 16 * i);
+              right[side][n][i] = *reinterpret_cast<const uint4*>(x + 8 * n * pitch + side * 4 * Weight::X + 16 * i);
+      }
 #pragma unroll
-        for (int p = 0; p < Weight::PRODUCTS; p++) {
+      for (int p = 0; p < Weight::PRODUCTS; p++)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
           uint32_t left[4];
-          Weight::left(left, low, high, p);
+          Weight::left(left, low[side], high[side], p);
 #pragma unroll
           for (int n = 0; n < TOKEN_TILES; n++) {
-            const uint4& r = right[n][p / 2];
-            multiply_add(sum[n], left, p % 2 ? r.z : r.x, p % 2 ? r.w : r.y, Number());
+            const uint4& r = right[side][n][p / 2];
+            multiply_add(sum.of[side][n], left, p % 2 ? r.z : r.x, p % 2 ? r.w : r.y, Number());
           }
         }
-      }
     }
   }
 
@@ -260,21 +288,26 @@ struct Kernel {
   static SPECDEC_DEVICE int token_of(int sum) { return sum / 128 * 8 + sum / 4 % 4 * 2 + sum % 2; }
   static_assert(RESULTS <= CONSUMERS, "a thread looks up what is added to one sum");
 
-  SPECDEC_DEVICE float look_beside(int phase, int tile) const {
-    if ((phase != OUT && phase != DOWN) || thread >= RESULTS || token_of(thread) >= call.M) return 0.0f;
+  SPECDEC_DEVICE void look_beside(int phase, int item, Beside& beside) const {
+    if ((phase != OUT && phase != DOWN) || thread >= RESULTS || token_of(thread) >= call.M) return;
     const uint16_t* stream = static_cast<const uint16_t*>(phase == OUT ? call.residual : call.mid);
-    const int64_t place = int64_t(token_of(thread)) * call.matrix[phase].rows + tile * TILE + feature_of(thread);
-    return bits_float(uint32_t(load_fresh(stream + place)) << 16);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      if (t == tiles_of(phase, item)) break;
+      const int64_t place = int64_t(token_of(thread)) * call.matrix[phase].rows + (item * at_once(phase) + t) * TILE + feature_of(thread);
+      beside.residual[t] = bits_float(uint32_t(load_fresh(stream + place)) << 16);
+    }
   }
 
-  SPECDEC_DEVICE void hand_over(const float (&sum)[TOKEN_TILES][4], float residual, float scale, int tile, Cursor& turn) const {
+  SPECDEC_DEVICE void hand_over(const Sum& sum, float residual, float scale, int tile, Cursor& turn) const {
     wait_barrier(finished(turn.stage), turn.parity ^ 1);
     float* to = sums(turn.stage);
     if (thread == 0) tile_summed(turn.stage) = tile;
     if (tile >= 0) {
 #pragma unroll
       for (int n = 0; n < TOKEN_TILES; n++)
-        *reinterpret_cast<float4*>(to + (n * WARPS + warp) * 128 + 4 * lane) = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+        *reinterpret_cast<float4*>(to + (n * WARPS + warp) * 128 + 4 * lane) =
+            make_float4(sum.both(n, 0), sum.both(n, 1), sum.both(n, 2), sum.both(n, 3));
       if (thread < RESULTS) residuals(turn.stage)[thread] = residual;
       if (thread < TILE) scales(turn.stage)[thread] = scale;
     }
@@ -283,15 +316,15 @@ struct Kernel {
     turn.advance(SUMS);
   }
 
-  // ---- Tokens into shared memory. All of a row at once: a warp's part of the rows, as many warps a row as there are, in vectors of 8 numbers.
-  // Loads go out together, AT_ONCE at a time, because rows come from the second level cache, which answers late.
+  // ---- Tokens into shared memory: a warp has part of one row, as many warps a row as there are, in vectors of 8 numbers. Copies go past the
+  // registers, all of a row's at once, because they come from the second level cache, which answers late.
 
-  static constexpr int AT_ONCE = 4;
   static_assert(WARPS >= MAX_ROWS, "a warp has one row");
   struct Share {
     int row, begin, apart;
     SPECDEC_DEVICE Share(int rows, int warp, int lane) {
-      const int together = warps_a_row(rows, WARPS);
+      int together = 1;
+      while (2 * together * rows <= WARPS) together *= 2;
       row = warp / together, begin = warp % together * 32 + lane, apart = 32 * together;
     }
   };
@@ -300,8 +333,9 @@ struct Kernel {
   SPECDEC_DEVICE const Norm& norm(int phase) const { return phase == QKV ? call.next_norm : call.post_norm; }
 
   // The first of a norm's weights that a thread needs, asked for before the phase begins.
+  static constexpr int NEAR = 4;
   struct Near {
-    uint4 weight[AT_ONCE];
+    uint4 weight[NEAR];
   };
   SPECDEC_DEVICE Near send_for_norm(int phase) const {
     Near near{};
@@ -309,79 +343,75 @@ struct Kernel {
     const uint4* weight = static_cast<const uint4*>(norm(phase).weight);
     if (!has_norm(phase)) return near;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < NEAR; i++) {
       const int v = share.begin + i * share.apart;
       if (v < call.matrix[phase].columns / 8) near.weight[i] = weight[v];
     }
     return near;
   }
 
+  // Asks for `columns` columns of tokens from `input` on, of rows of `from_columns`, to lie in rows of `pitch` bytes.
+  SPECDEC_DEVICE void send_for_tokens(char* to, const char* input, int columns, int from_columns, int pitch) const {
+    const Share share(call.M, warp, lane);
+    if (share.row < call.M) {
+      const char* from = input + int64_t(share.row) * from_columns * 2;
+#pragma unroll 2
+      for (int v = share.begin; v < columns / 8; v += share.apart) copy_async_or_zero(to + share.row * pitch + 16 * v, from + 16 * v, true);
+    }
+    commit_copies();
+  }
+
   // Before: all warps have come here from the phase before, whose tokens and sums nobody reads any more.
-  SPECDEC_DEVICE void load_tokens(int phase, const void* input, const Near& near) const {
-    const int vectors = call.matrix[phase].columns / 8, pitch = Weight::token_pitch(call.matrix[phase].window);
+  SPECDEC_DEVICE void load_tokens(int phase, const char* input, const Near& near) const {
+    const int columns = call.matrix[phase].columns, pitch = Weight::token_pitch(columns);
+    send_for_tokens(tokens(), input, columns, columns, pitch);
+    wait_copies<0>();
+    if (has_norm(phase) || (phase == OUT && Weight::SCALES_TOKENS)) make_operands(phase, columns / 8, pitch, near);
+    named_barrier(cta, 1, CONSUMERS);
+  }
+
+  // Normed and scaled, in place.
+  SPECDEC_DEVICE void make_operands(int phase, int vectors, int pitch, const Near& near) const {
     const Share share(call.M, warp, lane);
     float* partial = sums(0) + share.row * WARPS * 2;  // of a row, by warp: squares, and the largest magnitude
+    uint4* const row = reinterpret_cast<uint4*>(tokens() + share.row * pitch);
     if (share.row < call.M) {
-      const uint4* row = static_cast<const uint4*>(input) + int64_t(share.row) * vectors;
       float squares = 0.0f, most = 0.0f;
-#pragma unroll 1
-      for (int v = share.begin; v < vectors; v += AT_ONCE * share.apart) {
-        uint4 held[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-          if (v + i * share.apart < vectors) held[i] = load_fresh(row + v + i * share.apart);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          if (v + i * share.apart >= vectors) break;
-          squares += squared(held[i]);
-          most = larger(most, magnitude(held[i]));
-          *place(share.row * pitch, v + i * share.apart) = held[i];
-        }
+#pragma unroll 2
+      for (int v = share.begin; v < vectors; v += share.apart) {
+        const uint4 value = row[v];
+        squares += squared(value), most = larger(most, magnitude(value));
       }
       squares = warp_sum(squares), most = warp_max(most);
       if (lane == 0) partial[share.begin / 16] = squares, partial[share.begin / 16 + 1] = most;
     }
     named_barrier(cta, 1, CONSUMERS);
-    if (!has_norm(phase) && !Weight::SCALES_TOKENS) return;
-    if (share.row < call.M) {
-      const bool counts = 32 * lane < share.apart;
-      const float squares = warp_sum(counts ? partial[2 * lane] : 0.0f), most = warp_max(counts ? partial[2 * lane + 1] : 0.0f);
-      const float factor = has_norm(phase) ? inverse_root(squares / float(8 * vectors) + norm(phase).eps) : 1.0f;
-      const float grow = set_growth(share.row, has_norm(phase) ? most * factor * norm(phase).peak : most, share.begin == 0);
+    if (share.row >= call.M) return;
+    const bool counts = 32 * lane < share.apart;
+    const float squares = warp_sum(counts ? partial[2 * lane] : 0.0f), most = warp_max(counts ? partial[2 * lane + 1] : 0.0f);
+    const float factor = has_norm(phase) ? inverse_root(squares / float(8 * vectors) + norm(phase).eps) : 1.0f;
+    const float grow = growth(has_norm(phase) ? most * factor * norm(phase).peak : most);
+    if (share.begin == 0) shrunk(share.row) = 1.0f / grow;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int v = share.begin + i * share.apart;
-        if (v < vectors) turn_to_operand(phase, place(share.row * pitch, v), near.weight[i], factor, grow);
-      }
-#pragma unroll 2
-      for (int v = share.begin + AT_ONCE * share.apart; v < vectors; v += share.apart)
-        turn_to_operand(phase, place(share.row * pitch, v), static_cast<const uint4*>(norm(phase).weight)[v], factor, grow);
+    for (int i = 0; i < NEAR; i++) {
+      const int v = share.begin + i * share.apart;
+      if (v < vectors) make_operand(phase, row[v], near.weight[i], factor, grow);
     }
-    named_barrier(cta, 1, CONSUMERS);
+#pragma unroll 4
+    for (int v = share.begin + NEAR * share.apart; v < vectors; v += share.apart)
+      make_operand(phase, row[v], static_cast<const uint4*>(norm(phase).weight)[v], factor, grow);
   }
 
-  SPECDEC_DEVICE void turn_to_operand(int phase, uint4* at, const uint4& weight, float factor, float grow) const {
-    uint4 value = *at;
-    if (has_norm(phase)) value = normed(value, weight, factor);
-    *at = operand(value, grow);
+  SPECDEC_DEVICE void make_operand(int phase, uint4& value, const uint4& weight, float factor, float grow) const {
+    const uint4 own = has_norm(phase) ? normed(value, weight, factor) : value;
+    value = Weight::SCALES_TOKENS ? uint4{operand(own.x, grow), operand(own.y, grow), operand(own.z, grow), operand(own.w, grow)} : own;
   }
 
-  SPECDEC_DEVICE uint4* place(int offset, int vector) const { return reinterpret_cast<uint4*>(tokens() + offset) + vector; }
-
-  // The power of two that a token whose largest magnitude is `most` is multiplied by; one thread writes it down.
-  SPECDEC_DEVICE float set_growth(int token, float most, bool writes) const {
+  // The power of two that a token whose largest magnitude is `most` is multiplied by.
+  static SPECDEC_DEVICE float growth(float most) {
     const uint32_t exponent = float_bits(most) >> 23;
     const bool usual = Weight::SCALES_TOKENS && exponent < 255 && most != 0.0f;
-    const uint32_t raised = !usual ? 127 : exponent < 41 ? 227 : 127 + 14 + 127 - exponent;
-    const float grow = bits_float(raised << 23);
-    if (writes) grown(token) = grow, shrunk(token) = bits_float((254 - raised) << 23);
-    return grow;
-  }
-
-  // Numbers as the product reads them.
-  static SPECDEC_DEVICE uint4 operand(const uint4& v, float grow) {
-    if (!Weight::SCALES_TOKENS) return v;
-    return {operand(v.x, grow), operand(v.y, grow), operand(v.z, grow), operand(v.w, grow)};
+    return bits_float((!usual ? 127 : exponent < 41 ? 227 : 127 + 14 + 127 - exponent) << 23);
   }
   static SPECDEC_DEVICE uint32_t operand(uint32_t pair, float grow) { return round_pair(low(pair) * grow, high(pair) * grow, Number()); }
 
@@ -402,52 +432,30 @@ struct Kernel {
     return round_pair(low(scaled) * low(weight), high(scaled) * high(weight), Bf16());
   }
 
-  // ---- The same window by window, which the largest magnitudes of `inner` allow, told by those who wrote it
+  // ---- `inner` window by window, which GATE_UP has made operands already
 
-  SPECDEC_DEVICE void first_window(Window& window, const void* input) const {
-    if (thread < call.M) set_growth(thread, bits_float(load_fresh(&call.counters->peaks[thread])), true);
-    window.column = 0, window.turn = 1;
-    named_barrier(cta, 1, CONSUMERS);
+  SPECDEC_DEVICE void first_window(Window& window, const char* input) const {
+    window.coming = 0, window.turn = 1;
     send_for_window(window, input);
     turn_window(window, input);
   }
 
-  // Puts what is held into the room that was multiplied before last, and asks for what follows; the tokens' end is followed by their begin.
-  SPECDEC_DEVICE void turn_window(Window& window, const void* input) const {
+  // What is on its way has come, into the room that was multiplied before last; asks for what follows. The tokens' begin follows their end.
+  SPECDEC_DEVICE void turn_window(Window& window, const char* input) const {
     const Matrix& matrix = call.matrix[DOWN];
-    const int vectors = window_vectors(window.column);
-    const Share share(call.M, warp, lane);
-    window.turn ^= 1;
-    if (share.row < call.M) {
-      const int offset = (window.turn * call.M + share.row) * Weight::token_pitch(matrix.window);
-      const float grow = grown(share.row);
-#pragma unroll
-      for (int i = 0; i < HELD; i++) {
-        const int v = share.begin + i * share.apart;
-        if (v < vectors) *place(offset, v) = operand(window.held[i], grow);
-      }
-    }
+    wait_copies<0>();
     named_barrier(cta, 1, CONSUMERS);
-    window.column += matrix.window;
-    if (window.column >= matrix.columns) window.column = 0;
+    window.turn ^= 1;
+    window.coming += matrix.window;
+    if (window.coming >= matrix.columns) window.coming = 0;
     send_for_window(window, input);
   }
 
-  SPECDEC_DEVICE void send_for_window(Window& window, const void* input) const {
-    const int columns = call.matrix[DOWN].columns, vectors = window_vectors(window.column);
-    const Share share(call.M, warp, lane);
-    if (share.row >= call.M) return;
-    const uint4* from = static_cast<const uint4*>(input) + (int64_t(share.row) * columns + window.column) / 8;
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-      const int v = share.begin + i * share.apart;
-      if (v < vectors) window.held[i] = load_fresh(from + v);
-    }
-  }
-
-  SPECDEC_DEVICE int window_vectors(int column) const {
+  SPECDEC_DEVICE void send_for_window(const Window& window, const char* input) const {
     const Matrix& matrix = call.matrix[DOWN];
-    return (matrix.columns - column < matrix.window ? matrix.columns - column : matrix.window) / 8;
+    const int left = matrix.columns - window.coming, pitch = Weight::token_pitch(matrix.window);
+    char* const to = tokens() + (window.turn ^ 1) * call.M * pitch;
+    send_for_tokens(to, input + 2 * window.coming, left < matrix.window ? left : matrix.window, matrix.columns, pitch);
   }
 
   // ---- The warps that finish
@@ -458,15 +466,12 @@ struct Kernel {
   SPECDEC_DEVICE void finish_all() const {
     Cursor turn;
     wait_for_launches();
-    if (finisher() < MAX_ROWS) {
-      peak(finisher()) = 0;
-      if (cta == 0) call.counters->peaks[finisher()] = 0;
-    }
+    unsigned long long come = came_to_grid(&call.counters->barrier) / ctas * ctas;  // by the launches before
 #pragma unroll 1
-    for (int phase = OUT; phase < PHASES && call.matrix[phase].rows != 0; phase++) finish(phase, turn);
+    for (int phase = OUT; phase < PHASES && call.matrix[phase].rows != 0; phase++) finish(phase, turn, come += ctas);
   }
 
-  SPECDEC_DEVICE void finish(int phase, Cursor& turn) const {
+  SPECDEC_DEVICE void finish(int phase, Cursor& turn, unsigned long long come) const {
 #pragma unroll 1
     for (;;) {
       wait_barrier(summed(turn.stage), turn.parity);
@@ -479,18 +484,11 @@ struct Kernel {
     }
     named_barrier(cta, 2, FINISHING);
     if (phase == QKV || (phase == DOWN && call.matrix[QKV].rows == 0)) return;
-    if (phase == GATE_UP && tells_peaks()) {
-      if (finisher() < call.M) raise_to(&call.counters->peaks[finisher()], peak(finisher()));
-      named_barrier(cta, 2, FINISHING);
-    }
     if (finisher() == 0) {
-      grid_arrive_and_wait(&call.counters->barrier, ctas);
+      grid_arrive_and_wait(&call.counters->barrier, come);
       arrive_barrier(next_phase());
     }
   }
-
-  // Whether those who read `inner` need to know its largest magnitudes before they have seen all of it.
-  SPECDEC_DEVICE bool tells_peaks() const { return Weight::SCALES_TOKENS && call.matrix[DOWN].window < call.matrix[DOWN].columns; }
 
   SPECDEC_DEVICE void finish_tile(int phase, int tile, int turn) const {
     if (pairs(phase)) {
@@ -498,7 +496,7 @@ struct Kernel {
       for (int i = finisher(); i < RESULTS / 2; i += FINISHING) {
         const int one = i / 64 * 128 + i % 64 / 2 * 4 + i % 2, token = token_of(one);  // and one + 2 is the other half's
         if (token >= call.M) continue;
-        const float a = result(turn, one, token), b = result(turn, one + 2, token);
+        const float a = result(phase, turn, one, token), b = result(phase, turn, one + 2, token);
         if (phase == GATE_UP) write_activation(token, tile * HALF + feature_of(one), a, b);
         else write_rotated(token, tile, feature_of(one), a, b);
       }
@@ -508,7 +506,7 @@ struct Kernel {
         const int token = token_of(one);
         if (token >= call.M) continue;
         const int64_t place = int64_t(token) * call.matrix[phase].rows + tile * TILE + feature_of(one);
-        const float value = result(turn, one, token);
+        const float value = result(phase, turn, one, token);
         if (phase == QKV) store(call.next, place, value);
         else store(phase == OUT ? call.mid : call.last, place, value + residuals(turn)[one]);
       }
@@ -516,12 +514,13 @@ struct Kernel {
   }
 
   // A sum over all warps, scaled and rounded.
-  SPECDEC_DEVICE float result(int turn, int i, int token) const {
+  SPECDEC_DEVICE float result(int phase, int turn, int i, int token) const {
     const float* from = sums(turn) + i / 128 * WARPS * 128 + i % 128;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += from[w * 128];
-    return rounded(sum * scales(turn)[feature_of(i)] * (Weight::SCALES_TOKENS ? shrunk(token) : 1.0f));
+    const float shrink = !Weight::SCALES_TOKENS ? 1.0f : phase == DOWN ? call.inner_shrunk : shrunk(token);
+    return rounded(sum * scales(turn)[feature_of(i)] * shrink);
   }
 
   static SPECDEC_DEVICE float rounded(float value) { return low(round_pair(value, 0.0f, Bf16())); }
@@ -530,9 +529,9 @@ struct Kernel {
   }
 
   SPECDEC_DEVICE void write_activation(int token, int feature, float gate, float up) const {
-    const float value = rounded(gate / (1.0f + exponential(-gate)) * up);
-    if (tells_peaks()) raise_to(&peak(token), float_bits(value) & 0x7fffffffu);
-    store(call.inner, int64_t(token) * (call.matrix[GATE_UP].rows / 2) + feature, value);
+    const float value = rounded(gate / (1.0f + exponential(-gate)) * up) * (Weight::SCALES_TOKENS ? call.inner_grown : 1.0f);
+    const int64_t place = int64_t(token) * (call.matrix[GATE_UP].rows / 2) + feature;
+    static_cast<uint16_t*>(call.inner)[place] = uint16_t(round_pair(value, 0.0f, Number()));
   }
 
   // A number of the first half of a head, and the one that turns with it in the second.

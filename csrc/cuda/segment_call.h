@@ -15,6 +15,7 @@ namespace specdec::segment {
 
 constexpr int TILE = 16;   // rows of a weight that are multiplied together
 constexpr int HALF = 8;    // of them lie side by side in the weight
+constexpr int TILES = 2;   // that share a window of tokens
 constexpr int PIECE = 128; // bytes of a row that lie together in shared memory; a warp multiplies half of them at once
 constexpr int MAX_STAGES = 16;
 constexpr int SUMS = 2;    // rooms for the warps' sums, by turns: a tile's are added up while the next tile is multiplied
@@ -55,14 +56,14 @@ struct Norm {
   float peak, eps;
 };
 
-// What blocks tell each other, zero at first; all but `peaks` only ever rises. Each on lines of its own.
+// What blocks tell each other, zero at first and only ever rising. Each on lines of its own.
 struct Counters {
   unsigned long long barrier, to_line[15];  // blocks that came to the barriers between phases
-  uint32_t peaks[MAX_ROWS], to_next_line[16];  // of `inner`, by token: the largest magnitude, as bits
-  unsigned long long tickets[PHASES], to_last_line[12];  // tiles taken, by phase
+  unsigned long long tickets[PHASES], to_next_line[12];  // tiles taken, by phase
 };
 
-// bf16 all of them: mixed [M, columns of OUT], residual, mid, last [M, H], inner [M, columns of DOWN], next [M, rows of QKV, or of its queries].
+// bf16 all of them: mixed [M, columns of OUT], residual, mid, last [M, H], next [M, rows of QKV, or of its queries]. inner [M, columns of DOWN]
+// are DOWN's operands: for E4m3Rows f16 and times inner_grown, a power of two for which none can be too large; inner_shrunk undoes it.
 // counters: of launches that never overlap, with a grid of one size. stages: units under way.
 struct Call {
   const void *mixed, *residual;
@@ -72,6 +73,7 @@ struct Call {
   Matrix matrix[PHASES];
   Norm post_norm, next_norm;
   Rotary rotary;
+  float inner_grown, inner_shrunk;
   int M, stages;
 };
 
@@ -103,16 +105,6 @@ struct E4m3Rows {
     widen_codes(out[1], out[3], word(high, product));
   }
 };
-
-// Warps that share a row of tokens, as many as there are.
-SPECDEC_BOTH constexpr int warps_a_row(int rows, int warps) {
-  int together = 1;
-  while (2 * together * rows <= warps) together *= 2;
-  return together;
-}
-
-// Vectors of 8 numbers of a window of tokens that a thread holds while the window before is multiplied.
-SPECDEC_BOTH constexpr int held_ahead(int token_tiles) { return 4 * token_tiles; }
 
 // Shared memory: barriers, sums, tokens, then the ring of units. Made by the host, so that it takes no registers.
 struct Room {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -63,7 +63,7 @@ def cut(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[tuple[Segme
         return (), reason
     layers = [cast("Layer", layer) for layer in stacked]
     made = tuple(segment_of(layer, after) for layer, after in zip(layers, [*layers[1:], None], strict=True))
-    return made, next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
+    return made, next((why for one in made if (why := segment.rejects(one)) is not None), None)
 
 
 def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | None, str | None]:
@@ -115,8 +115,10 @@ def segment_of(layer: Layer, after: Layer | None) -> Segment:
     def scaling(norm: RMSNorm) -> Scaling:
         return Scaling.of(norm.weight, norm.eps)
 
-    parts = weight(layer.attention.out), weight(layer.gate_up), weight(layer.down), scaling(layer.post_norm)
-    return Segment(*parts) if after is None else Segment(*parts, weight(after.attention.qkv), scaling(after.input_norm))
+    gate_up, post = weight(layer.gate_up), scaling(layer.post_norm)
+    following = () if after is None else (weight(after.attention.qkv), scaling(after.input_norm))
+    made = Segment(weight(layer.attention.out), gate_up, weight(layer.down), post, *following)
+    return made if gate_up.scale is None else replace(made, inner_grown=segment.growth_of(gate_up, post))
 
 
 def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Turn | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,9 +15,11 @@ from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 TILE, PIECE, MAX_STAGES, SUMS, HEADER, MOST_ROWS = 16, 128, 16, 2, 1664, 16  # as in segment_call.h
-COUNTERS = 48  # numbers of 64 bits that a segment's launches count with (`specdec::segment::Counters`)
+COUNTERS = 32  # numbers of 64 bits that a segment's launches count with (`specdec::segment::Counters`)
 CHUNK = 2048  # bytes of a weight's row that are copied at once; a copy takes no more
 WARPS = 16
+LEAST_GROWTH = 2.0**-8  # below it operands of `down` could lose more than 2^-17
+WINDOW = 1 << 15  # bytes of tokens that are in shared memory at once where they need not all be
 FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1}
 
 
@@ -55,6 +58,7 @@ class Call(ctypes.Structure):
         ("matrix", Matrix * 4),
         *((name, Norm) for name in ("post_norm", "next_norm")),
         ("rotary", Rotary),
+        *((name, ctypes.c_float) for name in ("inner_grown", "inner_shrunk")),
         *((name, ctypes.c_int) for name in ("M", "stages")),
     ]
 
@@ -130,10 +134,25 @@ class Segment:
     post_norm: Scaling
     qkv: Weight | None = None
     next_norm: Scaling | None = None
+    inner_grown: float = 1.0  # what the operands of `down` are multiplied by, a power of two (`growth_of`)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         return self.out, self.gate_up, self.down, *(() if self.qkv is None else (self.qkv,))
+
+
+def growth_of(gate_up: Weight, post_norm: Scaling) -> float:
+    """The power of two that brings every silu(gate) · up below 2^15, so that f16 holds it: normed tokens are no longer than √H times the
+    largest of the norm's weights, and a product no larger than that times the length of the longest row."""
+    rows, hidden = gate_up.data.shape
+    longest = [0.0, 0.0]
+    for start in range(0, rows, 4096):  # a part at a time, since it is widened
+        part = gate_up.data[start : start + 4096].float()
+        lengths = part.norm(dim=1) if gate_up.scale is None else part.norm(dim=1) * gate_up.scale[start : start + 4096]
+        for half, own in enumerate((lengths[: max(rows // 2 - start, 0)], lengths[max(rows // 2 - start, 0) :])):
+            longest[half] = max(longest[half], float(own.nan_to_num(0.0).max()) if len(own) else 0.0)
+    bound = longest[0] * longest[1] * hidden * post_norm.peak**2
+    return 1.0 if not 0 < bound < math.inf else 2.0 ** min(14 - math.frexp(bound)[1], 30)
 
 
 def chunk_bytes(row: int, most: int = CHUNK) -> int:
@@ -141,10 +160,13 @@ def chunk_bytes(row: int, most: int = CHUNK) -> int:
     return next((row // n for n in range(-(-row // most), row // PIECE + 1) if row % (n * PIECE) == 0), 0)
 
 
-def rejects(weights: Sequence[Weight]) -> str | None:
+def rejects(one: Segment) -> str | None:
     """Why the kernel does not take these weights, or None."""
+    weights = one.weights
     if any(w.data.dtype not in FORMATS or not w.data.is_contiguous() for w in weights) or len({w.data.dtype for w in weights}) > 1:
         return "weights must be dense, all of bf16 or all of FP8 with a scale a row"
+    if one.inner_grown < LEAST_GROWTH:
+        return "silu(gate) · up could be larger than f16 holds well"
     fits = all(w.data.shape[0] % TILE == 0 and w.row_bytes % PIECE == 0 for w in weights)
     return None if fits else f"weights must be of multiples of {TILE} rows and of {PIECE} bytes a row"
 
@@ -161,12 +183,8 @@ def _up(n: int, to: int) -> int:
 
 
 def window_of(columns: int, rows: int, chunk: int) -> int:
-    """Columns of `inner` that are in shared memory at once: all, or as many whole chunks (of so many columns) as the warps that multiply
-    hold in registers while they are on their way (`held_ahead` vectors of 8 a lane), at least one."""
-    warps = 1
-    while 2 * warps * rows <= WARPS:
-        warps *= 2
-    most = warps * 32 * 8 * 4 * -(-rows // 8)
+    """Columns of `inner` that are in shared memory at once: all where they take little room, else whole chunks (of so many columns)."""
+    most = WINDOW // (2 * rows)
     return columns if columns <= most else max(most // chunk, 1) * chunk
 
 
@@ -186,7 +204,7 @@ def prepare_call(
     mixed [M, columns of out] and residual [M,H] bf16, without gaps. limit: bytes of shared memory. `stages` is 0 where that is too little.
     """
     rows = len(residual)
-    call = Call(M=rows)
+    call = Call(M=rows, inner_grown=segment.inner_grown, inner_shrunk=1 / segment.inner_grown)
     for i, weight in enumerate(segment.weights):
         piece, scale = chunk_bytes(weight.row_bytes, chunk), weight.scale
         (features, columns), of_chunk = weight.data.shape, piece // weight.data.element_size()
@@ -195,7 +213,7 @@ def prepare_call(
     before, unit = shared_bytes(call, segment.out.scale is not None)
     call.stages = min((limit - before) // unit, MAX_STAGES) if before < limit else 0
     mid, last = torch.empty_like(residual), torch.empty_like(residual)
-    inner = residual.new_empty(rows, segment.down.data.shape[1])
+    inner = residual.new_empty(rows, segment.down.data.shape[1])  # f16 where the weights are FP8
     following = None if segment.qkv is None else residual.new_empty(rows, len(segment.qkv.data))
     if turn is not None and following is not None:
         call.rotary = turn.fields(following.shape[1])

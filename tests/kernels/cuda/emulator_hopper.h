@@ -88,17 +88,15 @@ inline void warp_barrier() {
 }
 inline void named_barrier(int cta, int number, int count) { Machine::get().named_barrier(16 * cta + number, count); }
 inline unsigned long long count_up(unsigned long long* counter) { return (*counter)++; }
-inline void raise_to(uint32_t* to, uint32_t value) { *to = *to > value ? *to : value; }
-inline void grid_arrive_and_wait(unsigned long long* counter, int ctas) {
-  const unsigned long long target = ((*counter)++ / ctas + 1) * ctas;
-  while (*counter < target) Machine::get().yield();
+inline unsigned long long came_to_grid(unsigned long long* counter) { return *counter; }
+inline void grid_arrive_and_wait(unsigned long long* counter, unsigned long long all) {
+  ++*counter;
+  while (*counter < all) Machine::get().yield();
 }
 inline void wait_for_launches() {}
 inline void release_launches() {}
 
 
-inline uint4 load_fresh(const uint4* p) { return *p; }
-inline uint32_t load_fresh(const uint32_t* p) { return *p; }
 inline uint16_t load_fresh(const uint16_t* p) { return *p; }
 inline float warp_sum(float value) {
   Machine::get().warp_wide("sum", &value, [](void** lanes) {
