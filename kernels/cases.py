@@ -118,6 +118,27 @@ def _attention() -> Iterator[Case]:
     yield from _draft_attention()
 
 
+def _prefill() -> Iterator[Case]:
+    """Chunks of prompts in bfloat16, which is what a backend of its own takes; other dtypes run as `tree_attention`."""
+    chunks = [rows for rows in _ATTENTION["mixed"] + _ATTENTION["tile edges"] + _ATTENTION["chunk"] if rows.tree is None]
+    lists = {"prompt": [Rows(0, 70)], "hit": [Rows(48, 33)], "one row": [Rows(0, 1)], "ragged": chunks, "empty": []}
+    long = [Rows(257, 300), Rows(0, 0), Rows(0, 256), Rows(255, 1), Rows(0, 257)]  # around pages of 256; a sequence without rows
+    for name, rows in (*lists.items(), ("long", long)):
+        yield _halved(name, attention_batch(rows, 8, 2, 64, 16), {"scale": 0.125})
+    for window in (1, 2, 64, 1000):
+        yield _halved(f"window {window}", attention_batch(chunks, 6, 2, 32, 32), {"scale": 0.2, "window": window})
+    for hd, block in ((16, 256), (80, 512), (128, 8), (128, 24), (256, 16)):
+        yield _halved(f"head {hd}, blocks of {block}", attention_batch(chunks, 4, 4, hd, block), {"scale": hd**-0.5})
+    padded = attention_batch(chunks, 9, 3, 64, 16)
+    padded |= {name: torch.cat((padded[name], padded[name][:3])) for name in ("q", "tree_mask", "positions")}
+    yield _halved("rows of no sequence", padded, {"scale": 0.125})
+    yield _halved("sinks", attention_batch(chunks, 6, 2, 32, 16), {"scale": 0.2, "sinks": randn(6, scale=3.0)})
+
+
+def _halved(name: str, batch: dict[str, Tensor], kwargs: dict[str, object]) -> Case:
+    return Case(name, tuple(t.bfloat16() if t.is_floating_point() else t for t in batch.values()), kwargs)
+
+
 def _draft_attention() -> Iterator[Case]:
     """As a draft head runs it: keys hidden before `first`, and rows that are some of a tree's nodes."""
     lists = [*_ATTENTION["mixed"], *_ATTENTION["chunk"], Rows(200)]
@@ -222,6 +243,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "rope_write_kv": _rope,
     "move_kv": _moves,
     "tree_attention": _attention,
+    "prefill_attention": _prefill,
     "tiled_linear": _tiled,
     "tiled_embedding": _embedding,
     "dense_linear": _dense,

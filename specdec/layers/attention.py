@@ -59,7 +59,8 @@ class Attention:
     def attend(self, q: Tensor, batch: Batch, table: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """Turned queries [T, nh, hd] -> [T, nh hd] over caches that hold the rows' own keys and values."""
         k_cache, v_cache = caches
-        return ops.tree_attention(
+        attention = ops.prefill_attention if batch.causal else ops.tree_attention
+        return attention(
             q,
             k_cache,
             v_cache,

@@ -128,7 +128,7 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
 
 
 # Reasons that are no inability: an interpreted kernel is slow, and of two that can run a product the measured or likelier one is taken.
-_PREFERENCES = ("interpreted, hence slow", "not measured", "measured:", "many rows:")
+_PREFERENCES = ("interpreted, hence slow", "not measured", "measured:", "many rows:", "few rows:")
 
 
 def cases(op: str, backend: Backend | None = None) -> list[Case]:
