@@ -189,9 +189,17 @@ _register("draft_pass", draft_reference.draft_pass, _draft_rejects, _DRAFT_SEGME
 _VERIFY = partial(verify_reference.coupled_verify, argmax=COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax))
 _VERIFY_CPU = Backend("cpu", _VERIFY, ("cpu",), _first_not_f32, missing=WHY_NOT)
 _beside_triton("coupled_verify", verify_reference.coupled_verify, _VERIFY_CPU)
-_beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
-_beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
-_beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
+
+
+def _quantized(name: str, reference: Callable[..., Any], wide: str, argument: str) -> None:
+    """Op `name` is op `wide`, quantised; where that is compiled for the CPU, so that both have the same bits."""
+    made = partial(reference, **{argument: COMPILED[wide]}) if wide in COMPILED else reference
+    _beside_triton(name, reference, Backend("cpu", made, ("cpu",), _first_not_f32, missing=WHY_NOT))
+
+
+_quantized("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8, "rms_norm", "norm")
+_quantized("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8, "add_rms_norm", "norm")
+_quantized("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8, "silu_mul", "product")
 _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
 _NORM_ROPE = partial(
     norm_rope_reference.norm_rope_write_kv,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_common import row_tile
+from specdec.kernels.triton_common import after_launches, early, row_tile
 from specdec.kernels.triton_e4m3 import narrow
 
 _WIDEST = 4096  # columns a program holds at a time
@@ -27,15 +27,18 @@ def quantize_fp8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     if rows:
         tile, columns = row_tile(min(width, _WIDEST))
         warps = max(4, min(8, columns // 512))
-        _quantize[(triton.cdiv(rows, tile),)](q.view(torch.uint8), scale, x, rows, WIDTH=width, ROWS=tile, COLUMNS=columns, num_warps=warps)
+        _quantize[(triton.cdiv(rows, tile),)](
+            q.view(torch.uint8), scale, x, rows, WIDTH=width, ROWS=tile, COLUMNS=columns, num_warps=warps, **early(x.device)
+        )  # fmt: skip
     return q, scale
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _quantize(q, scale, x, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _quantize(q, scale, x, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = row.to(tl.int64)[:, None] * WIDTH
     largest = tl.zeros([ROWS], tl.int32)
+    after_launches(EARLY)
     for at in range(0, WIDTH, COLUMNS):
         column = at + tl.arange(0, COLUMNS)[None, :]
         mask = (row < rows)[:, None] & (column < WIDTH)
