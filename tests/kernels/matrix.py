@@ -132,9 +132,9 @@ _PREFERENCES = ("interpreted, hence slow", "not measured", "measured:", "many ro
 
 
 def cases(op: str, backend: Backend | None = None) -> list[Case]:
-    """The op's cases, with a backend for the card, interpreted or not, those that it takes. At least one, or its tests would be empty."""
+    """The op's cases, with a backend those that it takes. At least one, or its tests would be empty."""
     found = list(ALL_CASES[op]())
-    if backend is None or backend.rejects is None or (home(backend) == "cpu" and not backend.name.startswith("triton")):
+    if backend is None or backend.rejects is None:
         return found
     reasons = (backend.rejects(*case.args, **case.kwargs) for case in found)
     taken = [case for case, reason in zip(found, reasons, strict=True) if reason is None or reason.startswith(_PREFERENCES)]
