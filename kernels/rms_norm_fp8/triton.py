@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.quantize_fp8.triton import quantize_rows
 from specdec.kernels.rms_norm.triton import rejects
 from specdec.kernels.triton_common import after_launches, early, row_tile
 from specdec.kernels.triton_e4m3 import native
-from specdec.kernels.triton_fp8_rows import quantize_rows
 
 __all__ = ["add_rms_norm_fp8", "rejects", "rms_norm_fp8"]
 

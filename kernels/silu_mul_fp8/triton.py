@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.quantize_fp8.triton import codes, magnitude, row_scale
 from specdec.kernels.silu_mul import triton as wide
 from specdec.kernels.triton_common import INTERPRET, after_launches, early, row_tile
 from specdec.kernels.triton_e4m3 import native
-from specdec.kernels.triton_fp8_rows import codes, magnitude, row_scale
 
 _WIDEST = 32768
 _CHUNK = 4096

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from specdec import ops
-from specdec.kernels.fp8_linear.weight import BLOCK, LARGEST, Fp8Weight
+from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
+from specdec.kernels.quantize_fp8.reference import quantize_fp8
 
 
 def to_fp8(weight: Tensor) -> Fp8Weight:
     """weight [N,K], each row scaled so that its largest magnitude is e4m3's, then rounded to nearest; a row of zeros has scale 0."""
-    wide = weight.float()
-    scale = wide.abs().amax(1) / LARGEST
-    numbers = torch.where(scale[:, None] > 0, wide / scale[:, None], 0.0).clamp_(-LARGEST, LARGEST)
-    return Fp8Weight(numbers.to(torch.float8_e4m3fn), scale)
+    return Fp8Weight(*quantize_fp8(weight))
 
 
 @dataclass(frozen=True, slots=True)
