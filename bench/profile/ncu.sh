@@ -25,6 +25,7 @@ case $op in
   mass_cut) own='_weigh|_sieve|_find' ;;
   draft_topk) own='_race|_merge' ;;
   tree_build) own=_build ;;
+  tree_walk) own=_walk ;;
   *) echo "ncu.sh: no benchmark runs a GPU kernel of the op '$op'" >&2; exit 1 ;;
 esac
 ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu /opt/nvidia/nsight-compute/*/ncu 2>/dev/null | tail -1)
