@@ -101,7 +101,7 @@ def load() -> tuple[Package | None, str | None]:
     module, function = FUNCTIONS[newest]
     try:
         return Package(newest, getattr(import_module(module), function)), None
-    except (ImportError, OSError, AttributeError) as err:
+    except (ImportError, OSError, RuntimeError, AttributeError) as err:  # built for another torch, say
         return None, f"{module} not usable ({err})"
 
 
