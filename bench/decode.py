@@ -1,17 +1,17 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--deterministic] [--act-fp8] [--pdl 0 1] [--cut chosen merged=0]
+        [--deterministic] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
-speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever they
-are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
+speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
+they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
 layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
-kernels whose bits do not depend on the batch, `--act-fp8` multiplies FP8 weights by FP8 activations (W8A8). Beside the step its parts as
-the host sees them, the recorded pass of the target alone, replayed back to back (`pass_ms`), a prompt alone up to its first token
-(`prefill_ms`), and the time that the weights of a step take at the rate of a plain read, which no step can be faster than. `--pdl`: whether
-launches begin before the last one has ended (`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in
-`bench.kernels_attention`. Appends to `bench/results/decode.jsonl`.
+kernels whose bits do not depend on the batch. Beside the step its parts as the host sees them, the recorded pass of the target alone,
+replayed back to back (`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the
+rate of a plain read, which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
+(`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
+`bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def config_of(
     head: tuple[str, str] | None = None,
     device: str = "cuda",
     deterministic: bool = False,
-    act_fp8: bool = False,
 ) -> EngineConfig:
     """head: method and directory of the draft head that finds the drafts, None = they are known."""
     spec = SpecConfig(method="off")
@@ -78,7 +77,6 @@ def config_of(
         enforce_eager=eager,
         overlap=False if wait else None,
         deterministic=deterministic,
-        act_dtype="fp8" if act_fp8 else "auto",
     )
 
 
@@ -185,8 +183,7 @@ def records(
     launches: Sequence[tuple[int | None, str]] = ((None, "chosen"),),
     **how: bool,
 ) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic,
-    act_fp8."""
+    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
     head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
@@ -214,7 +211,6 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
-    parser.add_argument("--act-fp8", action="store_true", help="W8A8: activations of FP8 layers are e4m3 too")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
         "--pdl", type=int, nargs="+", choices=range(2), default=[None], help="0 = launches wait for the end of the one before"
@@ -222,11 +218,11 @@ def main() -> None:
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
     launches = list(product(args.pdl, args.cut))
-    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "act_fp8": args.act_fp8}
+    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic}
     for model in args.model:
         for record in records(model, args.batch, args.accept, args.steps, args.head, launches, **ways):
             append("decode", environment() | record)
-            how = ("eager" if args.eager else "graphs") + " wait" * args.wait + " fixed" * args.deterministic + " W8A8" * args.act_fp8
+            how = ("eager" if args.eager else "graphs") + " wait" * args.wait + " fixed" * args.deterministic
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
             line += f", prompt {record['prefill_ms']}"
             print(

@@ -48,10 +48,6 @@ def test_the_configs_are_whole() -> None:
         assert (found.quantization is not None) == model.endswith("fp8")
 
 
-def test_a_config_may_ask_for_activations_in_fp8() -> None:
-    assert [config_of("any", 1, [], False, act_fp8=act).act_dtype for act in (False, True)] == ["auto", "fp8"]
-
-
 def test_busy_time_counts_overlaps_once() -> None:
     spans = [Span("a", 10.0, 20.0), Span("b", 15.0, 25.0), Span("a", 40.0, 45.0), Span("c", 41.0, 42.0)]
     assert busy(spans) == (20.0, 35.0)
