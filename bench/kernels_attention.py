@@ -104,8 +104,9 @@ def inputs(cell: Cell, copies: int, device: str) -> tuple[Tensor, dict[str, Tens
 def attend(caches: Tensor, rest: dict[str, Tensor], backend: str) -> Tensor:
     """One call of `backend` on one copy [2, NB, …]."""
     q, *others = rest.values()
-    with ops.override("tree_attention", backend):
-        return ops.tree_attention(q, caches[0], caches[1], *others, scale=HEAD**-0.5, kv_scales=(0.5, 0.5))
+    op = "prefill_attention" if backend == "flash" else "tree_attention"
+    with ops.override(op, backend):
+        return getattr(ops, op)(q, caches[0], caches[1], *others, scale=HEAD**-0.5, kv_scales=(0.5, 0.5))
 
 
 @contextmanager
@@ -176,7 +177,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--group", type=int, nargs="+", default=[4, 8], help="query heads a KV head")
     parser.add_argument("--kv", nargs="+", choices=list(KV_DTYPES), default=list(KV_DTYPES))
     parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--backend", nargs="+", default=["triton"], help="triton, triton_fixed")
+    parser.add_argument("--backend", nargs="+", default=["triton"], help="triton, triton_fixed; flash for chunks of prompts")
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the launch to change, as keys=64,stages=4")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--dry", action="store_true", help="write no records")

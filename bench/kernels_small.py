@@ -24,7 +24,10 @@ from torch import Tensor
 from bench.cuda_timing import call_seconds, copies, read_microseconds
 from bench.schema import append, environment
 from specdec import ops
-from specdec.kernels.inputs import grown_pool
+from specdec.kernels.inputs import chain, grown_pool, random_tree
+from specdec.rows import RowInfo
+from specdec.sampling import SamplingState
+from specdec.spec.tree import HostTree, tree_from_lists
 
 VOCAB, DRAFT_VOCAB = 128256, 32000
 
@@ -169,7 +172,28 @@ def cache_work(device: str, layers: int = 32, kv: int = 8, hd: int = 128, hidden
         yield Work("moe_route", f"{t}x128, 8", t * (4 * 128 + 8 * 8), router)
 
 
-GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (verify_work, cut_work, row_work, rope_work, draft_work, cache_work)
+def walk_work(device: str) -> Iterator[Work]:
+    """The accept walk of a chain of 8 and of trees of 64 nodes, whose path of first children is right to its end."""
+    for batch, nodes in ((1, 8), (1, 64), (32, 64)):
+
+        def make(seed: int, batch: int = batch, nodes: int = nodes) -> tuple[Any, ...]:
+            trees: list[HostTree] = []
+            following: list[int] = []
+            for b in range(batch):
+                parents = chain(nodes) if nodes == 8 else random_tree(nodes, seed * batch + b)
+                tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed * batch + b))[:nodes].tolist()
+                trees.append((tokens, parents, None))
+                following += [tokens[parents.index(node)] if node in parents else VOCAB for node in range(nodes)]
+            sampling = SamplingState(batch, VOCAB, device=device)
+            sampling.max_total.fill_(1 << 20)
+            rows = RowInfo(tree_from_lists(trees), list(range(batch)), torch.device(device))
+            return torch.tensor(following, device=device), None, rows, sampling
+
+        kind = "a chain" if nodes == 8 else "trees"
+        yield Work("tree_walk", f"{kind} of {nodes}, batch {batch}", batch * nodes * 4 * 8, make)
+
+
+GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (verify_work, cut_work, row_work, rope_work, draft_work, cache_work, walk_work)
 
 
 def record(work: Work, backend: str, seconds: list[float], read: float) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.inputs import generator
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -20,4 +22,4 @@ class Case:
 
 
 def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.randn(*shape, generator=generator(seed)) * scale

@@ -16,7 +16,7 @@ from specdec.kernels.clamped_swiglu import cases as clamped
 from specdec.kernels.coupled_verify import cases as verify
 from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
-from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
+from specdec.kernels.inputs import Rows, attention_batch, chain, generator, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 from specdec.kernels.moe_experts import cases as moe
@@ -28,7 +28,7 @@ from specdec.kernels.tree_build import cases as build
 
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
     """A tiled weight with entries of the size trained weights have."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     for dtype, name in FLOATS.items():
         if kind == name:
             return pack_dense((torch.randn(rows, cols, generator=g) * 0.05).to(dtype))
@@ -47,8 +47,10 @@ def _norms(residual: bool) -> Iterator[Case]:
         x, weight = randn(rows, hidden, scale=3.0), randn(hidden, seed=1)
         args = (x, randn(rows, hidden, seed=2), weight, 1e-5) if residual else (x, weight, 1e-5)
         yield Case(f"{rows}x{hidden}", args, row_args=(0, 1) if residual else (0,))
-    zeros = torch.zeros(2, 64)
-    yield Case("zeros", (zeros, zeros, randn(64), 1e-5) if residual else (zeros, randn(64), 1e-5))
+    zeros, odd = torch.zeros(2, 64), randn(4, 64)
+    odd[0, 3], odd[1, 60], odd[2] = torch.nan, torch.inf, 0.0
+    for name, x in (("zeros", zeros), ("NaN, infinity, zeros", odd)):
+        yield Case(name, (x, x * 0.5, randn(64), 1e-5) if residual else (x, randn(64), 1e-5), row_args=(0, 1) if residual else (0,))
 
 
 def _silu() -> Iterator[Case]:
@@ -56,6 +58,8 @@ def _silu() -> Iterator[Case]:
         yield Case(f"{rows}x{inner}", (randn(rows, 2 * inner, scale=8.0),), row_args=(0,))
     extreme = torch.tensor([[-1e4, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e4] + [1.0] * 8])
     yield Case("extreme", (extreme,))
+    odd = torch.tensor([[torch.nan, torch.inf, 0.0, 1.0, 1.0, -1.0, 1.0, 1.0, torch.nan, 0.0, torch.inf, -torch.inf], [0.5] * 12])
+    yield Case("NaN, infinity", (odd,), row_args=(0,))
 
 
 def _rope() -> Iterator[Case]:
@@ -66,6 +70,7 @@ def _rope() -> Iterator[Case]:
         (0, 2, 1, 16, []),
         (5, 6, 2, 80, [4, 3, 2, 1, 0]),
         (2, 64, 8, 128, [17, 3]),  # Llama 70B
+        (2, 32, 8, 128, [1, 2]),  # Llama 8B
         (2, 64, 8, 64, [-1, 79]),  # gpt-oss
     ):
         table = randn(100, hd // 2, seed=1)
@@ -73,6 +78,11 @@ def _rope() -> Iterator[Case]:
         caches = randn(5, 16, kv, hd, seed=2), randn(5, 16, kv, hd, seed=3)
         args = (randn(rows, (heads + 2 * kv) * hd), positions, table.cos(), table.sin(), *caches, torch.tensor(slots, dtype=torch.int64))
         yield Case(f"{rows}x{heads}/{kv}x{hd}", args, row_args=(0, 1, 6))
+    qkv = randn(3, 8 * 16)
+    qkv[0, 3], qkv[0, 70], qkv[1, 120] = torch.nan, torch.inf, -torch.inf
+    small, place = randn(100, 8, seed=1), torch.arange(3)
+    caches = randn(2, 4, 2, 16, seed=2), randn(2, 4, 2, 16, seed=3)
+    yield Case("NaN, infinity", (qkv, place, small.cos(), small.sin(), *caches, place), row_args=(0, 1, 6))
 
 
 def _moves() -> Iterator[Case]:
@@ -80,6 +90,9 @@ def _moves() -> Iterator[Case]:
     v = [randn(4, 16, 3, 64, seed=9 + i) for i in range(3)]
     for name, src, dst in (("none", [], []), ("one", [63], [0]), ("overlapping", [5, 7, 6, 9], [4, 5, 7, 6]), ("identity", [3], [3])):
         yield Case(name, (k, v, torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)))
+    k, v = ([randn(3, 16, 8, 128, seed=i + side) for i in range(32)] for side in (0, 40))  # Llama 8B
+    k[5][0, 9], v[31][1, 2] = torch.nan, torch.inf
+    yield Case("Llama 8B", (k, v, torch.tensor([9, 18, 33, 34]), torch.tensor([1, 2, 3, 4])))
 
 
 _ATTENTION = {
@@ -110,12 +123,36 @@ def _attention() -> Iterator[Case]:
     tree = Rows(40, tree=tuple(random_tree(7, 5)))
     for name, one, heads, kv, hd, kwargs in (
         ("Llama 8B", tree, 32, 8, 128, {}),
+        ("Llama 70B", tree, 64, 8, 128, {}),
         ("Qwen3-30B-A3B", tree, 32, 4, 128, {}),
         ("gpt-oss", Rows(135), 64, 8, 64, {"window": 128, "sinks": randn(64, scale=3.0)}),
     ):
         batch = attention_batch([one], heads, kv, hd, 16)
         yield Case(name, tuple(batch.values()), {"scale": hd**-0.5, **kwargs})
     yield from _draft_attention()
+
+
+def _prefill() -> Iterator[Case]:
+    """Chunks of prompts in bfloat16, which is what a backend of its own takes; other dtypes run as `tree_attention`."""
+    chunks = [rows for rows in _ATTENTION["mixed"] + _ATTENTION["tile edges"] + _ATTENTION["chunk"] if rows.tree is None]
+    lists = {"prompt": [Rows(0, 70)], "hit": [Rows(48, 33)], "one row": [Rows(0, 1)], "ragged": chunks, "empty": []}
+    long = [Rows(257, 300), Rows(0, 0), Rows(0, 256), Rows(255, 1), Rows(0, 257)]  # around pages of 256; a sequence without rows
+    for name, rows in (*lists.items(), ("long", long)):
+        yield _halved(name, attention_batch(rows, 8, 2, 64, 16), {"scale": 0.125})
+    for window in (1, 2, 64, 1000):
+        yield _halved(f"window {window}", attention_batch(chunks, 6, 2, 32, 32), {"scale": 0.2, "window": window})
+    for hd, block in ((16, 256), (80, 512), (128, 8), (128, 24), (256, 16)):
+        yield _halved(f"head {hd}, blocks of {block}", attention_batch(chunks, 4, 4, hd, block), {"scale": hd**-0.5})
+    for name, heads, kv_heads, hd in (("Llama 70B", 64, 8, 128), ("Qwen3-30B-A3B", 32, 4, 128)):
+        yield _halved(name, attention_batch([Rows(30, 20)], heads, kv_heads, hd, 16), {"scale": hd**-0.5})
+    padded = attention_batch(chunks, 9, 3, 64, 16)
+    padded |= {name: torch.cat((padded[name], padded[name][:3])) for name in ("q", "tree_mask", "positions")}
+    yield _halved("rows of no sequence", padded, {"scale": 0.125})
+    yield _halved("sinks", attention_batch(chunks, 6, 2, 32, 16), {"scale": 0.2, "sinks": randn(6, scale=3.0)})
+
+
+def _halved(name: str, batch: dict[str, Tensor], kwargs: dict[str, object]) -> Case:
+    return Case(name, tuple(t.bfloat16() if t.is_floating_point() else t for t in batch.values()), kwargs)
 
 
 def _draft_attention() -> Iterator[Case]:
@@ -150,6 +187,9 @@ def _tiled() -> Iterator[Case]:
 def _dense() -> Iterator[Case]:
     for m, n, k in ((0, 40, 64), (1, 40, 64), (5, 33, 100)):
         yield Case(f"{m}x{n}x{k}", (randn(m, k), randn(n, k, seed=1, scale=0.05)), row_args=(0,))
+    zeros = randn(40, 100, seed=1, scale=0.05)
+    zeros[:20] = 0.0
+    yield Case("awkward rows, rows of zeros", (fp8.awkward_rows(100), zeros), row_args=(0,))
 
 
 def _embedding() -> Iterator[Case]:
@@ -165,7 +205,7 @@ def _keys(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _noise() -> Iterator[Case]:
-    ids = torch.randint(0, 200000, (6, 37), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 200000, (6, 37), generator=generator(0))
     yield Case("6x37", (*_keys(6), ids, 257), row_args=(0, 1, 2, 3))
     yield Case("empty", (*_keys(0), ids[:0], 0))
     yield Case("no ids", (*_keys(2), ids[:2, :0], 0))
@@ -173,7 +213,7 @@ def _noise() -> Iterator[Case]:
 
 
 def _argmax() -> Iterator[Case]:
-    model = ((1, 49152, 3.0), (4, 49152, 0.1), (6, 49152, 10.0))
+    model = ((1, 49152, 3.0), (4, 49152, 0.1), (6, 49152, 10.0), (2, 128256, 3.0))
     for rows, vocab, scale in (*model, (0, 10, 1.0), (5, 1, 1.0), (5, 63, 1.0), (5, 65, 0.0), (8, 1000, 0.0)):
         args = (randn(rows, vocab, scale=scale), *_keys(rows), torch.arange(rows) % 3 != 2, 0)
         yield Case(f"{rows}x{vocab}~{scale}", args, row_args=(0, 1, 2, 3, 4))
@@ -190,7 +230,7 @@ def _argmax() -> Iterator[Case]:
 
 def _cuts() -> Iterator[Case]:
     """Laws of every shape, ranked by score and by typicality. The masses wanted are no sums of a few equal tokens."""
-    model = ((3, 49152, 0.01), (2, 49152, 1.0), (2, 49152, 8.0))
+    model = ((3, 49152, 0.01), (2, 49152, 1.0), (2, 49152, 8.0), (1, 128256, 4.0))
     for rows, vocab, scale in (*model, (0, 10, 1.0), (5, 1, 1.0), (6, 47, 3.0), (5, 65, 0.0), (7, 1000, 0.0), (6, 1000, 100.0)):
         scores = randn(rows, vocab, scale=scale)
         p = torch.linspace(0.0513, 0.9891, max(rows, 1))[:rows]
@@ -222,6 +262,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "rope_write_kv": _rope,
     "move_kv": _moves,
     "tree_attention": _attention,
+    "prefill_attention": _prefill,
     "tiled_linear": _tiled,
     "tiled_embedding": _embedding,
     "dense_linear": _dense,

@@ -1,13 +1,24 @@
-"""Inputs for kernel tests and benchmarks: seeded, with the awkward cases included on purpose."""
+"""Inputs for kernel tests and benchmarks: seeded, with the awkward cases included on purpose.
+
+SPECDEC_FRESH_INPUTS=N draws other numbers for all of them, the same for the same N.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BIT_TABLE = tuple(1 << i if i < 63 else -(2**63) for i in range(64))  # bit i as a two's complement int64
+
+FRESH = int(os.environ.get("SPECDEC_FRESH_INPUTS", "0"))
+
+
+def generator(seed: int) -> torch.Generator:
+    """What the numbers of `seed` are drawn with."""
+    return torch.Generator().manual_seed(seed + 1_000_003 * FRESH)
 
 
 def ancestor_words(parents: list[int]) -> list[int]:
@@ -38,8 +49,8 @@ def star(nodes: int) -> list[int]:
 
 def random_tree(nodes: int, seed: int) -> list[int]:
     """Every node hangs from a random earlier one."""
-    generator = torch.Generator().manual_seed(seed)
-    return [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]
+    g = generator(seed)
+    return [-1] + [int(torch.randint(0, i, (1,), generator=g)) for i in range(1, nodes)]
 
 
 def grown_pool(batch: int, depth: int, width: int, beam: int, seed: int, hopeless: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +58,7 @@ def grown_pool(batch: int, depth: int, width: int, beam: int, seed: int, hopeles
 
     A share of `hopeless` of the candidates cannot be right (score 0).
     """
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     columns: list[tuple[Tensor, Tensor, Tensor]] = []
     above, place, start = torch.ones(batch, 1), torch.full((batch, 1), -1), 0
     for _ in range(depth):
@@ -77,7 +88,7 @@ class Rows:
 
 def attention_batch(rows: list[Rows], heads: int, kv_heads: int, head_dim: int, block: int, seed: int = 0) -> dict[str, Tensor]:
     """Arguments of `tree_attention` (scale aside). Blocks are shuffled; cache slots nobody may read hold NaN."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     counts = [r.count for r in rows]
     width = max([1] + [-(-(r.context + r.count) // block) for r in rows])
     num_blocks = len(rows) * width + 3

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.kernels.fp8_linear.weight import LARGEST
 
 FP8 = torch.float8_e4m3fn
 Scales = tuple[float, float]  # K's and V's
 UNSCALED: Scales = (1.0, 1.0)
-LARGEST = 448.0
 
 
 @remembered

@@ -137,7 +137,7 @@ class Registry:
             usable = op.usable.get(device, [])
             skipped = [f"{b.name}: {b.missing}" for b in op.backends if b.missing is not None and device in b.devices]
             text = usable[0].name if usable else "none"
-            if usable and usable[0].fixed_order:
+            if usable and usable[0].fixed_order and not isinstance(usable[0].fn, Op):  # of an op, its own line tells
                 text += ", fixed order"
             table[name] = text + (f" ({'; '.join(skipped)})" if skipped else "")
         return table

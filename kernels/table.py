@@ -37,6 +37,7 @@ from specdec.kernels.moe_route import reference as route_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
 from specdec.kernels.norm_rope import reference as norm_rope_reference
+from specdec.kernels.prefill_attention import flash
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
 from specdec.kernels.registry import Backend, Op, Registry
 from specdec.kernels.rms_norm import reference as norm_reference
@@ -164,9 +165,20 @@ _register("tiled_embedding", linear_reference.tiled_embedding, None)
 _register("tree_walk", walk_reference.tree_walk, None)
 _FIXED = _TRITON.get("tree_attention_fixed", Backend("triton_fixed", attention_reference.tree_attention, ("cuda",), missing=WHY_NO_TRITON))
 _MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
-_register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
+_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
 
-_STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "silu_mul")
+
+def _flash_backend(package: flash.Package | None, missing: str | None) -> Backend:
+    """The flash-attn package. It steps back where an override asks for a kernel of tree attention."""
+    if package is None:
+        return Backend("flash", _ATTENTION, ("cuda",), missing=missing)
+    return Backend("flash", package.prefill_attention, ("cuda",), package.rejects, fixed_order=False, covers=("tree_attention",))
+
+
+TABLE.op("prefill_attention").add(_flash_backend(*(flash.load() if torch.cuda.is_available() else (None, "no CUDA device"))))
+TABLE.op("prefill_attention").add(Backend("tree_attention", _ATTENTION))  # in a fixed order where that is asked for
+
+_STACK_PARTS = ("rms_norm", "add_rms_norm", "tiled_linear", "rope_write_kv", "tree_attention", "prefill_attention", "silu_mul")
 _SEGMENT_PARTS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write_kv", "fp8_linear", "dense_linear")
 _SEGMENTS = Backend("cuda", stack_cuda.decoder_stack, ("cuda",), stack_cuda.rejects, False, WHY_NO_CUDA, _SEGMENT_PARTS)
 _register("decoder_stack", stack_reference.decoder_stack, _stack_rejects, _SEGMENTS, covers=_STACK_PARTS)
@@ -177,9 +189,17 @@ _register("draft_pass", draft_reference.draft_pass, _draft_rejects, _DRAFT_SEGME
 _VERIFY = partial(verify_reference.coupled_verify, argmax=COMPILED.get("gumbel_argmax", noise_reference.gumbel_argmax))
 _VERIFY_CPU = Backend("cpu", _VERIFY, ("cpu",), _first_not_f32, missing=WHY_NOT)
 _beside_triton("coupled_verify", verify_reference.coupled_verify, _VERIFY_CPU)
-_beside_triton("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8)
-_beside_triton("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8)
-_beside_triton("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8)
+
+
+def _quantized(name: str, reference: Callable[..., Any], wide: str, argument: str) -> None:
+    """Op `name` is op `wide`, quantised; where that is compiled for the CPU, so that both have the same bits."""
+    made = partial(reference, **{argument: COMPILED[wide]}) if wide in COMPILED else reference
+    _beside_triton(name, reference, Backend("cpu", made, ("cpu",), _first_not_f32, missing=WHY_NOT))
+
+
+_quantized("rms_norm_fp8", norm_fp8_reference.rms_norm_fp8, "rms_norm", "norm")
+_quantized("add_rms_norm_fp8", norm_fp8_reference.add_rms_norm_fp8, "add_rms_norm", "norm")
+_quantized("silu_mul_fp8", silu_fp8_reference.silu_mul_fp8, "silu_mul", "product")
 _beside_triton("clamped_swiglu", clamped_reference.clamped_swiglu)
 _NORM_ROPE = partial(
     norm_rope_reference.norm_rope_write_kv,

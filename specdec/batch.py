@@ -167,6 +167,7 @@ class BatchBuilder:
             logit_rows=logit_rows,
             prompt_rows=prompt_rows[0] if prompt_rows else None,
             max_ctx=max_ctx,
+            causal=not any(rows.tree_len),
         )
 
     def slots(self, request_slots: list[int], cells: list[int]) -> torch.Tensor:

@@ -51,6 +51,7 @@ _TILED_LINEAR = TABLE.ops["tiled_linear"]
 _TILED_EMBEDDING = TABLE.ops["tiled_embedding"]
 _TREE_WALK = TABLE.ops["tree_walk"]
 _TREE_ATTENTION = TABLE.ops["tree_attention"]
+_PREFILL_ATTENTION = TABLE.ops["prefill_attention"]
 _DECODER_STACK = TABLE.ops["decoder_stack"]
 _DRAFT_PASS = TABLE.ops["draft_pass"]
 _COUPLED_VERIFY = TABLE.ops["coupled_verify"]
@@ -165,6 +166,30 @@ def tree_attention(
     rows = cu_query, ctx_lens, tree_len, tree_mask, positions
     options = {"scale": scale, "window": window, "sinks": sinks, "first": first, **scaled(k_cache, kv_scales)}
     return _TREE_ATTENTION(q, k_cache, v_cache, block_table, *rows, **options)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query: Tensor,
+    ctx_lens: Tensor,
+    tree_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    first: Tensor | None = None,
+    kv_scales: Scales = UNSCALED,
+) -> Tensor:
+    """`tree_attention` where the host knows that there are no trees: tree_len and tree_mask are 0, the rows of sequence b are at positions
+    ctx_lens[b], ctx_lens[b] + 1, …"""
+    rows = cu_query, ctx_lens, tree_len, tree_mask, positions
+    options = {"scale": scale, "window": window, "sinks": sinks, "first": first, **scaled(k_cache, kv_scales)}
+    return _PREFILL_ATTENTION(q, k_cache, v_cache, block_table, *rows, **options)
 
 
 def move_kv(k_caches: list[Tensor], v_caches: list[Tensor], src: Tensor, dst: Tensor) -> None:

@@ -131,10 +131,9 @@ class DraftTree:
 class Batch:
     """One ragged forward: prefill shares, decode rows and trees side by side, no fork between them.
 
-    A sequence's rows are `cu_query[b]:cu_query[b+1]`. Row positions are absolute. With `tree_len[b] == 0` rows are causal
-    by position; otherwise they are nodes of a tree of that many, all of them in the target's passes, one depth in a draft
-    head's: a row sees the `ctx_lens[b]` committed keys and the ancestors named by its word in `tree_mask`; node i's key lies at
-    slot position `ctx_lens[b] + i`.
+    A sequence's rows are `cu_query[b]:cu_query[b+1]`. Row positions are absolute. With `tree_len[b] == 0` rows are causal by position;
+    otherwise they are nodes of a tree of that many, all of them in the target's passes, one depth in a draft head's: a row sees the
+    `ctx_lens[b]` committed keys and the ancestors named by its word in `tree_mask`; node i's key lies at slot position `ctx_lens[b] + i`.
     """
 
     input_ids: Tensor  # [T] i64
@@ -149,6 +148,7 @@ class Batch:
     prompt_rows: Tensor | None = None  # extra rows for prompt_logprobs, [P] i64
     first_key: Tensor | None = None  # [B] i32, keys before this position are not visible (draft heads); None = all are
     max_ctx: int = 0
+    causal: bool = False  # the host knows that no sequence is a tree, and that a sequence's rows follow its context without a gap
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,3 +12,9 @@ if torch.cuda.is_available():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_report_header() -> str | None:
+    """Which numbers kernels are tested with, where they are not the usual ones."""
+    fresh = os.environ.get("SPECDEC_FRESH_INPUTS")
+    return f"SPECDEC_FRESH_INPUTS={fresh}" if fresh else None

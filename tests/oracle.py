@@ -55,6 +55,7 @@ class PlainKV:
             slot_mapping=(positions + BLOCK).expand(groups, -1).contiguous(),
             logit_rows=torch.arange(count),
             max_ctx=start,
+            causal=True,
         )
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], start: int) -> Batch:
@@ -68,6 +69,7 @@ class PlainKV:
             positions=start + torch.tensor(depth),
             tree_len=torch.tensor([len(tokens)], dtype=torch.int32),
             tree_mask=torch.tensor(words, dtype=torch.int64),
+            causal=False,
         )
 
 

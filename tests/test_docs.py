@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import cli
+from specdec import cli, ops
 from specdec.config import METHODS
 from specdec.server import args as server_args
 from specdec.train import __main__ as train
@@ -90,9 +90,10 @@ def test_every_case_is_listed_and_every_listed_file_is_there() -> None:
 
 
 def test_every_kernel_has_its_place_in_the_kernels_page() -> None:
-    """Each folder of an op is named, and what the page names as a command's module is there."""
+    """Each op and each folder of one is named, and what the page names as a command's module is there."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     folders = {path.parent.name for path in (ROOT / "kernels").glob("*/*.py")}
     assert not {name for name in folders if f"`{name}`" not in page and f"kernels/{name}`" not in page}
+    assert not {op for op in ops.TABLE.ops if f"`{op}`" not in page}
     for module in re.findall(r"python -m (bench[.\w]*)", page):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module

@@ -19,7 +19,7 @@ PARSERS = {"kernels": kernels.parser, "kernels_attention": kernels_attention.arg
 LISTS = {"kernels_small": kernels_small, "kernels_moe": kernels_moe}
 NOT_TIMED = {  # on a GPU: made of other ops, of the CPU's tiles, or parts of coupled_verify and tests'
     *("decoder_stack", "draft_pass", "tiled_linear", "tiled_embedding"),
-    *("gumbel_argmax", "gumbel_noise", "philox_uniform", "tree_walk"),
+    *("gumbel_argmax", "gumbel_noise", "philox_uniform"),
 }
 
 

@@ -10,6 +10,7 @@ cd "$(dirname "$0")/../.."
 case $op in
   dense_linear | fp8_linear | fp8_fp8_linear | int4_linear) bench="kernels --op $op --replays 1"; own='_stream|fragment' ;;
   tree_attention) bench="kernels_attention --repeats 1"; own='_attend|_merge' ;;
+  prefill_attention) bench="kernels_attention --repeats 1 --nodes 2048"; own='_attend|_merge' ;;
   moe_experts) bench="kernels_moe --repeats 1"; own='_sort|_gate_up|_down|_combine' ;;
   moe_route) own=_route ;;
   rms_norm | add_rms_norm) own='_norm$' ;;
@@ -24,6 +25,7 @@ case $op in
   mass_cut) own='_weigh|_sieve|_find' ;;
   draft_topk) own='_race|_merge' ;;
   tree_build) own=_build ;;
+  tree_walk) own=_walk ;;
   *) echo "ncu.sh: no benchmark runs a GPU kernel of the op '$op'" >&2; exit 1 ;;
 esac
 ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu /opt/nvidia/nsight-compute/*/ncu 2>/dev/null | tail -1)

@@ -49,7 +49,7 @@ SPECDEC_INLINE void locate(const AttentionArgs& a, int64_t b, int64_t lo, int64_
 template <int vectors>
 static void attend_tile(const float* q, const float* keys, const float* values, const int64_t* offset, int count, float scale, Softmax* s) {
   alignas(64) float score[kKeys];
-  Float16 qv[vectors], top = all(-__builtin_inff());
+  Float16 qv[vectors], top = all(-__builtin_inff()), odd = all(0.0f);  // odd: NaN where a score is none of the numbers
 #pragma GCC unroll 8
   for (int v = 0; v < vectors; v++) qv[v] = load(q + 16 * v);
   for (int start = 0; start < count; start += 16) {
@@ -62,6 +62,7 @@ static void attend_tile(const float* q, const float* keys, const float* values, 
     }
     Float16 part = mul(sums(dots), all(scale));
     store(score + start, part);
+    odd = fma(part, all(0.0f), odd);
     for (int i = count - start; i < 16; i++) score[start + i] = -__builtin_inff();
     top = max(load(score + start), top);
   }
@@ -76,7 +77,7 @@ static void attend_tile(const float* q, const float* keys, const float* values, 
   }
   float shrink = s->top == -__builtin_inff() ? 0.0f : old[0];
   s->top = new_top;
-  s->norm = __builtin_fmaf(s->norm, shrink, sum(total));
+  s->norm = __builtin_fmaf(s->norm, shrink, sum(total)) + sum(odd);  // the exponential would make NaN a weight of 0
   Float16 acc[vectors];
 #pragma GCC unroll 8
   for (int v = 0; v < vectors; v++) acc[v] = mul(load(s->acc + 16 * v), all(shrink));

@@ -22,15 +22,12 @@ def decoder_stack(
     residual = x
     branch: Tensor | None = None  # output of the last block, not yet added to the stream
     for index, layer in enumerate(stack.layers):
-        if branch is None:
-            x = layer.input_norm(residual)
-        else:
-            x, residual = layer.input_norm.add(branch, residual)
+        normed, residual = layer.input_norm.before(layer.attention.qkv, residual, branch)
         if index in taps:
             tapped[index] = residual
-        mixed = layer.attention(x, batch, *views[groups[index]], caches[index])
-        x, residual = layer.post_norm.add(mixed, residual)
-        branch = layer.mlp(x)
+        mixed = layer.attention(normed, batch, *views[groups[index]], caches[index])
+        normed, residual = layer.post_norm.before(layer.reader, residual, mixed)
+        branch = layer.mlp(normed)
     assert branch is not None  # a config has at least one layer
     hidden, residual = stack.norm.add(branch, residual)
     tapped[len(stack.layers)] = residual

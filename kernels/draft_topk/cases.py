@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from specdec.kernels.case import Case, randn
+from specdec.kernels.inputs import generator
 
 
 def _case(rows: int, vocab: int, hidden: int, width: int, *, mapped: bool, sampled: bool, scale: float = 1.0) -> Case:
     index = torch.arange(rows)
     keys = index * 0x1234567_89ABCDEF - (1 << 61), index * 1001, index % 3
-    table = torch.randperm(3 * vocab, generator=torch.Generator().manual_seed(1))[:vocab].sort().values if mapped else None
+    table = torch.randperm(3 * vocab, generator=generator(1))[:vocab].sort().values if mapped else None
     noisy = index % 4 != 3 if sampled else None
     weight = randn(vocab, hidden, seed=1, scale=scale * hidden**-0.5)
     args = (randn(rows, hidden), weight, torch.linspace(0.5, 1.3, max(rows, 1))[:rows], table, *keys, noisy, 0, 0.7, width)

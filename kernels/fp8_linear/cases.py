@@ -9,6 +9,8 @@ from torch import Tensor
 
 from specdec.kernels.case import Case, randn
 from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
+from specdec.kernels.inputs import generator
+from specdec.kernels.quantize_fp8.reference import quantize_fp8 as reference
 
 LAYOUTS = ("tensor", "channel", "block")
 SHAPES = (
@@ -25,7 +27,7 @@ def shapes(layout: str) -> tuple[tuple[int, int, int], ...]:
 
 def random_fp8(rows: int, cols: int, layout: str, seed: int = 0) -> Fp8Weight:
     """All e4m3 numbers with equal chance, subnormal and zero included, scaled to the size trained weights have."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, generator=g)
     codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes)
     sizes = {"tensor": (1,), "channel": (rows,), "block": (-(-rows // BLOCK), -(-cols // BLOCK))}
@@ -55,7 +57,7 @@ def fp8_linear() -> Iterator[Case]:
 
 
 def quantize_fp8() -> Iterator[Case]:
-    for m, k in ((0, 64), (1, 1), (1, 64), (3, 77), (33, 576), (2, 4096)):
+    for m, k in ((0, 64), (1, 1), (1, 64), (3, 77), (33, 576), (2, 2880), (2, 4096), (2, 8192), (1, 28672)):
         yield Case(f"{m}x{k}", (randn(m, k, scale=3.0),), row_args=(0,))
     for dtype in (torch.bfloat16, torch.float16):
         yield Case(str(dtype), (randn(5, 200).to(dtype),), row_args=(0,))
@@ -64,6 +66,9 @@ def quantize_fp8() -> Iterator[Case]:
     yield Case("wider than a tile", (randn(2, 5000),), row_args=(0,))
     for m, k in ((0, 256), (3, 128), (5, 384)):
         yield Case(f"groups {m}x{k}", (randn(m, k, scale=3.0), 128), row_args=(0,))
+    zeros = awkward_rows(384)
+    zeros[0, 128:256] = 0.0
+    yield Case("groups of zeros, awkward rows", (zeros, 128), row_args=(0,))
 
 
 def edges() -> Tensor:
@@ -86,6 +91,8 @@ def fp8_fp8_linear() -> Iterator[Case]:
             yield Case(f"{layout} {dtype}", (q, torch.tensor([1e-3, 0.0, 2e-2]), random_fp8(200, 200, layout), dtype), row_args=(0, 1))
         q, scale = randn(5, 128, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(5) + 1e-3  # what the library takes
         yield Case(f"{layout} 5x64x128 bfloat16", (q, scale, random_fp8(64, 128, layout), torch.bfloat16), row_args=(0, 1))
+        q, scale = reference(awkward_rows(200))  # codes of NaN, of infinity and of zeros
+        yield Case(f"{layout} awkward rows", (q, scale, random_fp8(200, 200, layout), torch.float32), row_args=(0, 1))
         q, scale = randn(17, 384, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(17, 3)
         yield Case(f"{layout}, groups of x", (q, scale, random_fp8(200, 384, layout), torch.float32), row_args=(0, 1))
 

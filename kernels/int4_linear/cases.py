@@ -8,12 +8,13 @@ import torch
 
 from specdec.kernels.case import Case, randn
 from specdec.kernels.fp8_linear.cases import awkward_rows
+from specdec.kernels.inputs import generator
 from specdec.kernels.int4_linear.weight import Int4Weight
 
 
 def random_int4(rows: int, cols: int, group: int, *, symmetric: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Int4Weight:
     """Codes and zero points with equal chance, the size trained weights have."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     words = torch.randint(-(2**31), 2**31, (rows, cols // 8), generator=g).int()
     scale = (torch.rand(rows, cols // group, generator=g) * 0.01 + 1e-4).to(dtype)
     zero = torch.randint(0, 16, (rows, cols // group), dtype=torch.uint8, generator=g)

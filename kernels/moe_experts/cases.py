@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.kernels.case import Case, randn
 from specdec.kernels.fp8_linear.weight import BLOCK as FP8_BLOCK
 from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.kernels.inputs import generator
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.moe_experts.weight import Experts, ExpertWeight, storage
 from specdec.kernels.mxfp4.units import pack_units
@@ -19,7 +20,7 @@ from specdec.kernels.mxfp4.weight import BLOCK, Mxfp4Weight
 
 
 def _codes(*shape: int, seed: int, top: int = 256) -> Tensor:
-    return torch.randint(0, top, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, top, shape, dtype=torch.uint8, generator=generator(seed))
 
 
 def dense(experts: int, rows: int, columns: int, seed: int) -> Tensor:
@@ -70,7 +71,7 @@ def experts_of(make: Make, count: int, hidden: int, inner: int, *, cut: bool = F
 
 def routed(rows: int, k: int, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(ids [rows,k] i32, distinct in a row, weights [rows,k] f32)."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     ids = torch.stack([torch.randperm(count, generator=g)[:k] for _ in range(rows)]) if rows else torch.empty(0, k)
     return ids.int(), torch.rand(rows, k, generator=g)
 

@@ -6,18 +6,9 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.triton_common import INTERPRET
+from specdec.kernels.triton_e4m3 import widen_finite
 
 DENSE, FP8, INT4, MXFP4 = (tl.constexpr(i) for i in range(4))  # kinds of storage
-
-
-# prmt doubles each code's byte, the upper one filled with its sign; shifted by 4, exponent and mantissa are where bf16 has them
-def e4m3_asm(codes: int) -> str:
-    """PTX from `codes` codes, 2 or 4 in one register, to 2^-120 times their numbers in bf16, two a register."""
-    lines = [".reg .b32 t;"]
-    for i, selector in enumerate(("0x9180", "0xb3a2")[: codes // 2]):
-        lines += [f"prmt.b32 t, ${codes // 2}, 0, {selector};", "shl.b32 t, t, 4;", f"and.b32 ${i}, t, 0x87f087f0;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
 
 # two words of `mxfp4.units` to four pairs, each of the numbers at one place
 E2M1_ASM = """{
@@ -32,7 +23,6 @@ and.b32 $2, u, 0x81c081c0;
 shl.b32 u, t, 4;
 and.b32 $3, u, 0x81c081c0;
 }"""
-_TWO_E4M3, _FOUR_E4M3 = tl.constexpr(e4m3_asm(2)), tl.constexpr(e4m3_asm(4))
 _E2M1 = tl.constexpr(E2M1_ASM)
 _FOUR_BF16 = tl.constexpr((tl.bfloat16,) * 4)
 
@@ -40,14 +30,7 @@ _FOUR_BF16 = tl.constexpr((tl.bfloat16,) * 4)
 @triton.jit
 def e4m3(code, DTYPE: tl.constexpr, PACK: tl.constexpr):
     """Values of e4m3 codes (uint8, none NaN); in bfloat16 on a card 2^-120 times them. PACK: neighbouring codes a register holds."""
-    if tl.bfloat16 == DTYPE and not INTERPRET:
-        if PACK == 4:
-            return tl.inline_asm_elementwise(_FOUR_E4M3, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
-        else:
-            return tl.inline_asm_elementwise(_TWO_E4M3, "=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        bits = code.to(tl.int32)
-        return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+    return widen_finite(code, DTYPE, False, PACK, False)
 
 
 @triton.jit

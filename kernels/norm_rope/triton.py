@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.kv_fp8 import UNSCALED, Scales, inverse
-from specdec.kernels.triton_fp8 import handed, to_cache
+from specdec.kernels.triton_e4m3 import handed, to_cache
 
 _HEADS = 16  # heads a program takes
 

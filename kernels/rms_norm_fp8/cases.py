@@ -10,7 +10,7 @@ from specdec.kernels.case import Case, randn
 
 
 def _cases(residual: bool) -> Iterator[Case]:
-    shapes = ((0, 576), (1, 576), (5, 576), (3, 1), (2, 17), (33, 100), (2, 2880), (2, 4096), (2, 8192))
+    shapes = ((0, 576), (1, 576), (5, 576), (3, 1), (2, 17), (33, 100), (2, 2048), (2, 2880), (2, 4096), (2, 8192))
     for rows, hidden in shapes:
         for dtype in (torch.float32, torch.bfloat16):
             x, r, weight = (randn(*shape, seed=i).to(dtype) for i, shape in enumerate(((rows, hidden), (rows, hidden), (hidden,))))

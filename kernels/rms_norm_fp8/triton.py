@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.quantize_fp8.triton import quantize_rows
 from specdec.kernels.rms_norm.triton import rejects
-from specdec.kernels.triton_common import row_tile
+from specdec.kernels.triton_common import after_launches, early, row_tile
 from specdec.kernels.triton_e4m3 import native
-from specdec.kernels.triton_fp8_rows import quantize_rows
 
 __all__ = ["add_rms_norm_fp8", "rejects", "rms_norm_fp8"]
 
@@ -37,7 +37,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     tile, columns = row_tile(width)
     if rows and width:
-        shape = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns, "ADD": add, "NATIVE": native(x.device)}
+        shape = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns, "ADD": add, "NATIVE": native(x.device), **early(x.device)}
         warps = max(4, min(16, columns // 512))
         _norm_fp8[(triton.cdiv(rows, tile),)](x, residual, weight, q.view(torch.uint8), scale, total, rows, eps, **shape, num_warps=warps)
     return q, scale
@@ -46,7 +46,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
 @triton.jit(do_not_specialize=["rows"])
 def _norm_fp8(
     x, residual, weight, q, scale_out, total, rows, eps,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rounds where `rms_norm` rounds, then quantises what it would have written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -54,6 +54,7 @@ def _norm_fp8(
     mask = (row < rows)[:, None] & (column < WIDTH)
     place = row.to(tl.int64)[:, None] * WIDTH + column
     dtype = x.dtype.element_ty
+    after_launches(EARLY)
     wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         summed = (wide + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)).to(dtype)

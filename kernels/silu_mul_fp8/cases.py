@@ -10,7 +10,7 @@ from specdec.kernels.case import Case, randn
 
 
 def _cases() -> Iterator[Case]:
-    for rows, inner in ((0, 1536), (1, 1536), (7, 1536), (3, 1), (2, 17), (5, 100), (1, 28672)):
+    for rows, inner in ((0, 1536), (1, 1536), (7, 1536), (3, 1), (2, 17), (5, 100), (2, 14336), (1, 28672)):
         for dtype in (torch.float32, torch.bfloat16):
             yield Case(f"{rows}x{inner} {dtype}", (randn(rows, 2 * inner, scale=3.0).to(dtype),), row_args=(0,))
     odd = randn(4, 64)

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.quantize_fp8.triton import codes, magnitude, row_scale
 from specdec.kernels.silu_mul import triton as wide
-from specdec.kernels.triton_common import INTERPRET, row_tile
+from specdec.kernels.triton_common import INTERPRET, after_launches, early, row_tile
 from specdec.kernels.triton_e4m3 import native
-from specdec.kernels.triton_fp8_rows import codes, magnitude, row_scale
 
 _WIDEST = 32768
 _CHUNK = 4096
@@ -42,7 +42,9 @@ def silu_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
         parts = max(1, min(chunks, _PROGRAMS // programs))
         warps = max(4, columns // (512 if parts == 1 else 256))  # many rows: two programs a multiprocessor; few: each as fast as can be
         shape = {"INNER": inner, "ROWS": tile, "COLUMNS": columns, "CHUNKS": chunks, "NATIVE": native(gate_up.device)}
-        _silu_mul_fp8[(programs, parts)](gate_up, q.view(torch.uint8), scale, rows, **shape, num_warps=warps)
+        _silu_mul_fp8[(programs, parts)](
+            gate_up, q.view(torch.uint8), scale, rows, **shape, num_warps=warps, **early(gate_up.device)
+        )  # fmt: skip
     return q, scale
 
 
@@ -69,7 +71,7 @@ def _raised(top, x):
 @triton.jit(do_not_specialize=["rows"])
 def _silu_mul_fp8(
     gate_up, q, scale_out, rows,
-    INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
+    INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, parts). Rounds where `silu_mul` rounds, then quantises what it would have written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -78,6 +80,7 @@ def _silu_mul_fp8(
     dtype = gate_up.dtype.element_ty
     top = tl.zeros([ROWS, COLUMNS], dtype)
     held = ()
+    after_launches(EARLY)
     for chunk in tl.static_range(CHUNKS):
         mask = (row < rows)[:, None] & (chunk * COLUMNS + column < INNER)
         gate = _widened(tl.load(own + chunk * COLUMNS, mask=mask, other=0.0))

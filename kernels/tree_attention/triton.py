@@ -37,7 +37,7 @@ from specdec.kernels.tree_attention.triton_parts import (
     workspace,
 )  # fmt: skip
 from specdec.kernels.triton_common import after_launches, dot, early
-from specdec.kernels.triton_fp8 import from_cache, handed
+from specdec.kernels.triton_e4m3 import from_cache, handed
 from specdec.kernels.triton_gemm import zeroed
 
 __all__ = ["rejects", "tree_attention"]

@@ -28,7 +28,7 @@ from specdec.kernels.kv_fp8 import FP8, UNSCALED, Scales
 from specdec.kernels.tree_attention import tiling
 from specdec.kernels.tree_attention.triton_parts import LOG2E, ancestor, card, load_cache, load_query, locate, merge, rejects, workspace
 from specdec.kernels.triton_common import dot
-from specdec.kernels.triton_fp8 import from_cache, handed
+from specdec.kernels.triton_e4m3 import from_cache, handed
 
 __all__ = ["rejects", "tree_attention"]
 

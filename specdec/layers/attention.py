@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.kernels.kv_fp8 import UNSCALED, Scales
-from specdec.layers.linear import Linear
+from specdec.layers.linear import Activations, Linear
 from specdec.layers.norm import RMSNorm
 from specdec.layers.rotary import Rotary
 from specdec.types import Batch
@@ -45,7 +45,7 @@ class Attention:
     sinks: Tensor | None = None
     kv_scales: Scales = UNSCALED
 
-    def __call__(self, x: Tensor, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Activations, batch: Batch, table: Tensor, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """[T, columns] -> [T, H]; the rest as in `mix`."""
         return self.out(self.mix(self.qkv(x), batch, table, slots, caches))
 
@@ -59,7 +59,8 @@ class Attention:
     def attend(self, q: Tensor, batch: Batch, table: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
         """Turned queries [T, nh, hd] -> [T, nh hd] over caches that hold the rows' own keys and values."""
         k_cache, v_cache = caches
-        return ops.tree_attention(
+        attention = ops.prefill_attention if batch.causal else ops.tree_attention
+        return attention(
             q,
             k_cache,
             v_cache,

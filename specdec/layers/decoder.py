@@ -9,9 +9,10 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.layers.attention import Attention, KVStore
-from specdec.layers.linear import Linear
+from specdec.layers.linear import Activations, Linear
 from specdec.layers.moe import MoE
 from specdec.layers.norm import RMSNorm
+from specdec.quant.fp8 import Codes
 from specdec.types import Batch
 
 
@@ -30,9 +31,15 @@ class Layer:
         """Its linear layers."""
         return self.attention.qkv, self.attention.out, self.gate_up, self.down
 
-    def mlp(self, x: Tensor) -> Tensor:
+    @property
+    def reader(self) -> Linear:
+        """What alone reads the norm after attention."""
+        return self.gate_up
+
+    def mlp(self, x: Activations) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        wide = self.gate_up(x)
+        return self.down(Codes(*ops.silu_mul_fp8(wide), wide.dtype) if self.down.takes_codes else ops.silu_mul(wide))
 
 
 @dataclass(slots=True)
@@ -49,8 +56,13 @@ class MoELayer:
         """Its linear layers; the experts are none."""
         return self.attention.qkv, self.attention.out, self.moe.router
 
-    def mlp(self, x: Tensor) -> Tensor:
+    @property
+    def reader(self) -> None:
+        """Router and experts read the norm after attention, as it is."""
+
+    def mlp(self, x: Activations) -> Tensor:
         """[T, H] -> [T, H]."""
+        assert isinstance(x, Tensor)
         return self.moe(x)
 
 

@@ -16,7 +16,7 @@ from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.weight import Int4Weight
 from specdec.kernels.linear.tiles import FLOATS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 from specdec.kernels.mxfp4.weight import Mxfp4Weight
-from specdec.quant.fp8 import Fp8Linear, by_columns, stack_fp8
+from specdec.quant.fp8 import Codes, Fp8Linear, by_columns, stack_fp8
 from specdec.quant.ggml import GgmlBlocks
 from specdec.quant.int4 import Int4Linear, as_q4_0, is_symmetric, offsets, stack_int4
 from specdec.quant.method import LinearMethod
@@ -31,13 +31,20 @@ RawWeight = Tensor | GgmlBlocks | Fp8Weight | Int4Weight | Mxfp4Weight
 Method = Dense | Tiled | Packed
 
 
+Activations = Tensor | Codes
+
+
 class Linear:
-    """y = x Wᵀ + bias. bias [N] in the output dtype, or None. out_dtype: None = the activation dtype."""
+    """y = x Wᵀ + bias. bias [N] in the output dtype, or None. out_dtype: None = the activation dtype.
+
+    takes_codes: it multiplies e4m3 activations, which may come as such: what makes them can write half the bytes.
+    """
 
     def __init__(self, method: LinearMethod, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None):
         self.method = method
         self.bias = bias
         self.out_dtype = out_dtype
+        self.takes_codes = _takes_codes(method)
 
     @property
     def in_features(self) -> int:
@@ -47,9 +54,9 @@ class Linear:
     def out_features(self) -> int:
         return self.method.out_features
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         """x [M,K] -> [M,N]."""
-        y = self.method.apply(x)
+        y = self.method.apply(x) if isinstance(x, Tensor) else _of_codes(self.method, x)
         if self.bias is not None:
             y = y + self.bias
         return y if self.out_dtype is None else y.to(self.out_dtype)
@@ -57,6 +64,17 @@ class Linear:
     def dequantize(self) -> Tensor:
         """The weight, float32 [N,K]."""
         return self.method.dequantize()
+
+
+def _takes_codes(method: LinearMethod) -> bool:
+    parts = method.methods if isinstance(method, Stacked) else [method]
+    return all(isinstance(part, Fp8Linear) and part.act_fp8 for part in parts)
+
+
+def _of_codes(method: LinearMethod, x: Codes) -> Tensor:
+    if isinstance(method, Stacked):
+        return torch.cat([_of_codes(part, x) for part in method.methods], dim=1)
+    return cast("Fp8Linear", method).apply_codes(x)
 
 
 def make_linear(

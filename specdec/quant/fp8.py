@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from specdec import ops
-from specdec.kernels.fp8_linear.fragments import Fp8Fragments
-from specdec.kernels.fp8_linear.weight import BLOCK, LARGEST, Fp8Weight
+from specdec.kernels.fp8_linear.weight import BLOCK, Fp8Weight
+from specdec.kernels.quantize_fp8.reference import quantize_fp8
 
 
 def to_fp8(weight: Tensor) -> Fp8Weight:
     """weight [N,K], each row scaled so that its largest magnitude is e4m3's, then rounded to nearest; a row of zeros has scale 0."""
-    wide = weight.float()
-    scale = wide.abs().amax(1) / LARGEST
-    numbers = torch.where(scale[:, None] > 0, wide / scale[:, None], 0.0).clamp_(-LARGEST, LARGEST)
-    return Fp8Weight(numbers.to(torch.float8_e4m3fn), scale)
+    return Fp8Weight(*quantize_fp8(weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Activations as e4m3 numbers [T,K] with a scale [T] each, of rows that were in `dtype`."""
+
+    numbers: Tensor
+    scale: Tensor
+    dtype: torch.dtype
 
 
 class Fp8Linear:
@@ -38,9 +46,14 @@ class Fp8Linear:
 
     def apply(self, x: Tensor) -> Tensor:
         """x [M,K] in the activation dtype -> [M,N]."""
-        if not self.act_fp8 or isinstance(self.weight, Fp8Fragments):
+        if not self.act_fp8:
             return ops.fp8_linear(x, self.weight)
-        return ops.fp8_fp8_linear(*ops.quantize_fp8(x), self.weight, x.dtype)
+        return self.apply_codes(Codes(*ops.quantize_fp8(x), x.dtype))
+
+    def apply_codes(self, x: Codes) -> Tensor:
+        """As `apply`, of rows that whoever made them has quantised: W8A8 alone."""
+        assert isinstance(self.weight, Fp8Weight)  # fragments are for activations in 16 bits
+        return ops.fp8_fp8_linear(x.numbers, x.scale, self.weight, x.dtype)
 
     def dequantize(self) -> Tensor:
         """float32 [N,K]."""

@@ -30,7 +30,7 @@ from specdec.kernels.triton_gemm import stream
 from specdec.kernels.triton_table import BACKENDS
 from tests.kernels.walk_cases import walk_cases
 
-_EARLY = ("add_rms_norm", "silu_mul", "rope_write_kv")
+_EARLY = ("add_rms_norm", "silu_mul", "rope_write_kv", "add_rms_norm_fp8", "silu_mul_fp8", "quantize_fp8")
 _IN_REGISTERS = ("_route", "_sort", "_gate_up", "_down", "_combine")
 
 

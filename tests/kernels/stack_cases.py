@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.cases import Case, randn
-from specdec.kernels.inputs import Rows, attention_batch, chain, random_tree, star
+from specdec.kernels.inputs import Rows, attention_batch, chain, generator, random_tree, star
 from specdec.kernels.linear.tiles import HEADER, RAW_BYTES
 from specdec.layers.attention import Attention
 from specdec.layers.decoder import DecoderStack, Layer
@@ -49,7 +49,7 @@ def raw_weight(rows: int, cols: int, kind: str, seed: int) -> RawWeight:
     if kind in ("F32", "F16", "BF16", "F8"):
         weight = randn(rows, cols, seed=seed, scale=cols**-0.5)
         return to_fp8(weight) if kind == "F8" else weight.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32))
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     raw = torch.randint(0, 256, (rows, cols // 32, RAW_BYTES[kind]), dtype=torch.uint8, generator=g)
     size = cols**-0.5 / (64 if kind == "Q8_0" else 5)
     raw[..., : HEADER[kind]] = (torch.randn(rows, cols // 32, HEADER[kind] // 2, generator=g) * size).half().view(torch.uint8)

@@ -203,9 +203,11 @@ def emulate(asm: str, inputs: dict[str, int], outputs: int, half: dict[str, obje
     return [registers[f"${i}"] for i in range(outputs)]
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("codes", [2, 4])
-def test_the_ptx_of_e4m3_makes_every_number(codes: int) -> None:
-    """All codes but NaN, subnormals and negative ones included, in every place; emulated, since nothing here can run it."""
+def test_the_ptx_of_e4m3_makes_every_number(codes: int, whole: bool) -> None:
+    """All codes but NaN, subnormals and negative ones included, in every place; emulated, since nothing here can run it. What lies beside
+    the codes in the register is nobody's."""
     patterns = {_bf16(p): p for p in range(1 << 16) if _bf16(p) == _bf16(p)}
     half: dict[str, object] = {"widen": _bf16, "narrow": patterns.__getitem__}
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
@@ -213,8 +215,9 @@ def test_the_ptx_of_e4m3_makes_every_number(codes: int) -> None:
     for i in range(len(finite)):
         own = [finite[(i + 67 * place) % len(finite)] for place in range(codes)]
         word = sum(code << 8 * place for place, code in enumerate(own))
-        pairs = emulate(bf16_asm(codes), {f"${codes // 2}": word}, codes // 2, half)
-        assert [_bf16(pair >> shift & 0xFFFF) for pair in pairs for shift in (0, 16)] == [numbers[code] for code in own]
+        pairs = emulate(bf16_asm(codes, whole), {f"${codes // 2}": word | (0xFFFF0000 if codes == 2 else 0)}, codes // 2, half)
+        factor = 1.0 if whole else 2.0**120
+        assert [factor * _bf16(pair >> shift & 0xFFFF) for pair in pairs for shift in (0, 16)] == [numbers[code] for code in own]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])

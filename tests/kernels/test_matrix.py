@@ -63,7 +63,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(entry: tuple[str, Backend, 
 def test_bits_do_not_depend_on_the_thread_count(entry: tuple[str, Backend, str | None]) -> None:
     op, backend, variant = entry
     before = torch.get_num_threads()
-    for case in cases(op):
+    for case in cases(op, backend):
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)

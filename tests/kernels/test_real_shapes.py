@@ -1,5 +1,6 @@
-"""Products and experts at the widths of real models, against float64 where a few outputs are enough to tell. Without a card the kernels are
-interpreted, so weights there have all their columns, which is what is summed over, and some hundred of their rows."""
+"""Products, experts and draft heads' candidates at the widths of real models, against float64 where a few outputs are enough to tell.
+Without a card the kernels are interpreted, so weights there have all their columns, which is what is summed over, and some hundred of
+their rows."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ EXPERTS = {  # hidden, inner, storage
 }
 
 
-def quick(name: str, chosen: str) -> object:
+def quick(name: str | int, chosen: str | int) -> object:
     return pytest.param(name, marks=() if CARD or name == chosen else pytest.mark.slow)
 
 
@@ -105,3 +106,21 @@ def test_experts(name: str, backend: str) -> None:
         found = ops.moe_experts(*on(DEVICE, call[:3]), ops.prepare_experts(on(DEVICE, made))).cpu()
     torch.testing.assert_close(found, expected, rtol=0.0, atol=5e-5 * expected.abs().max().item())
     assert not found[3].any()
+
+
+@pytest.mark.parametrize("hidden", [quick(width, 2048) for width in (576, 2048, 2880, 4096, 8192)])
+def test_candidates(hidden: int) -> None:
+    """The output layer of a head of that width over 32,000 draft tokens in bfloat16. Shares decide: two candidates may tie."""
+    vocab, rows, width = 32000 if CARD else 300, 3, 10
+    index = torch.arange(rows)
+    call = (
+        *(randn(rows, hidden, seed=1).bfloat16(), randn(vocab, hidden, seed=2, scale=2 * hidden**-0.5).bfloat16(), torch.ones(rows)),
+        *(torch.arange(vocab) * 4, index + (1 << 40), index, index, index != 1, 0, 0.7, width),
+    )
+    with ops.override("draft_topk", "reference"):
+        ids, shares, lse = ops.draft_topk(*call)
+    with ops.override("draft_topk", "triton"), poisoned():
+        found, found_shares, found_lse = on("cpu", ops.draft_topk(*on(DEVICE, call)))
+    torch.testing.assert_close(found_shares, shares, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found_lse, lse, rtol=1e-5, atol=1e-5)
+    assert (found == ids).float().mean() > 0.9 and (found % 4 == 0).all()

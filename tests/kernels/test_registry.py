@@ -73,7 +73,8 @@ def test_a_device_without_backends_is_refused_by_name() -> None:
 def test_explain_lists_every_op_and_why_a_better_backend_is_out() -> None:
     assert _registry().explain("cpu") == {"double": "fast (broken: not built)"}
     assert set(ops.explain("cpu")) == set(ops.TABLE.ops)
-    assert all(text.startswith(("reference", "matmul", "library", "cuda", "triton", "bisection")) for text in ops.explain("cuda").values())
+    first = ("reference", "matmul", "library", "cuda", "triton", "bisection", "flash", "tree_attention")
+    assert all(text.startswith(first) for text in ops.explain("cuda").values())
 
 
 def test_the_compiled_backend_serves_float32_and_the_reference_the_rest() -> None:
