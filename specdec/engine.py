@@ -141,9 +141,10 @@ class Engine:
         """The step behind `flight`, unless it takes a verdict to know it."""
         if not self.overlap:
             return None
-        following, drafter = None, self.behind.drafter(flight)
-        if drafter is not None:
-            following = self.behind.follow(flight, drafter, self._budget())
+        following = None
+        if any(share.budget.drafter is not None for share in flight.plan.scheduled):
+            found = self.behind.waits(flight) or self.behind.follow(flight, self._budget())
+            following = found if isinstance(found, Flight) else None
         elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
             following = self.launcher.follow(flight)
         if following is not None:

@@ -77,10 +77,10 @@ class Launcher:
         start = time.perf_counter()
         index = [i for i, share in enumerate(flight.plan.scheduled) if share.seq.remaining > 1]
         seqs = [flight.plan.scheduled[i].seq for i in index]
-        if not seqs or not self._scheduler.extend(seqs):
+        if not seqs or not self._scheduler.extend({seq: len(seq.tokens) + 1 for seq in seqs}):
             return None
         plan = StepPlan(tuple(Scheduled(seq, 1, True) for seq in seqs))
-        batch = self._builder.follow(seqs, _rows(flight.verdict.committed, index)[:, 0])
+        batch = self._builder.follow(seqs, only_rows(flight.verdict.committed, index)[:, 0])
         return self.launch(plan, root_only([0] * len(seqs)), start, batch)
 
 
@@ -97,9 +97,9 @@ def landed(flight: Flight | None) -> Flight | None:
     if len(index) == len(flight.plan.scheduled):
         return replace(flight, tree=tree)
     verdict, forward, arriving = flight.verdict, flight.forward, flight.verdict.arriving
-    committed, num_committed, path, num_accepted, finish, rows = (_rows(field, index) for field in (*verdict.decided, verdict.rows))
+    committed, num_committed, path, num_accepted, finish, rows = (only_rows(field, index) for field in (*verdict.decided, verdict.rows))
     kept = Verdict(committed, num_committed, path, num_accepted, finish, rows, arriving=_only(arriving, index))
-    taps = None if forward.taps is None else _rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
+    taps = None if forward.taps is None else only_rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
     return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, _only(told, index))
 
 
@@ -108,7 +108,7 @@ def _only(arriving: Callable[[], list[Any]] | None, index: list[int]) -> Callabl
     return None if arriving is None else lambda: [[field[i] for i in index] for field in arriving()]
 
 
-def _rows(values: Tensor, index: list[int]) -> Tensor:
+def only_rows(values: Tensor, index: list[int]) -> Tensor:
     """The rows `index` of values [B, any]."""
     if len(index) == len(values):
         return values
