@@ -1,0 +1,130 @@
+"""What a drafter's trees win and what its steps take, by shape: known of trees that nobody looked at before they were verified.
+
+A drafted tree tells of every smaller one too: its likeliest nodes no deeper than so many levels are the tree that would have been drafted
+instead. So means over what was drafted say what each shape wins, and one size more is guessed from how the chances fall. How honest the
+chances are is seen from what was accepted lately. What a step of a shape takes is measured whole, from one commit to the next, since behind
+a step in flight nothing in it can be timed by itself; it is kept as what it takes beyond the target's pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.config import MAX_NODES
+from specdec.spec.median import Median
+
+HOPED = 0.65  # chance of a node, given its parent, of a drafter that has drafted nothing yet
+FALLS = 0.95  # largest share that the next node is guessed to have of the chance of the last
+LEARN = 0.1  # weight of the latest trees in the means
+EVERY = 4  # trees of every so many steps are looked at, once some have been
+FRESH = 0.9  # of what was promised and accepted a step later
+DOUBT = 2.0  # promised tokens a sequence that honesty is taken for granted for
+GENEROUS = 1.25  # most that chances may have been too low
+
+
+class Shape(NamedTuple):
+    """Of a tree: most nodes, root included, and most levels below the root."""
+
+    nodes: int
+    depth: int
+
+
+class Profile:
+    """Chances of acceptance of the likeliest nodes of a drafter's trees, and how honest they proved.
+
+    mass[d, k]: of the k-th likeliest node among those of depth 1 … d, a mean, k from 0. spine[d]: of the likeliest node at depth d.
+    """
+
+    def __init__(self) -> None:
+        self._mass, self._spine = np.zeros((MAX_NODES, MAX_NODES - 1)), np.ones(MAX_NODES)
+        self._seen = np.zeros((MAX_NODES, MAX_NODES - 1), dtype=np.int64)  # how often each was looked at
+        self._steps = 0
+        self._promised = self._accepted = 0.0
+        self._table: np.ndarray | None = None
+
+    def learn(self, scores: np.ndarray, depths: np.ndarray, counts: np.ndarray, shape: Shape) -> None:
+        """Trees that were allowed this shape: scores [B, N] f32 along their paths, depths [B, N], counts [B] of their nodes."""
+        self._steps += 1
+        if self._steps > 2 * EVERY and self._steps % EVERY:
+            return
+        width = min(shape.nodes, MAX_NODES) - 1
+        node = np.arange(scores.shape[1])
+        values = np.where((node > 0) & (node < counts[:, None]), scores, 0.0)
+        levels = np.arange(1, shape.depth + 1)
+        at = np.where(depths == levels[:, None, None], values, 0.0)  # [D, B, N]
+        until = np.where(depths <= levels[:, None, None], values, 0.0)
+        best = -np.sort(-until, axis=2)[:, :, :width].mean(axis=1)
+        known = best.shape[1]
+        for mass, fresh, seen in (
+            (self._mass[1 : shape.depth + 1, :known], best, self._seen[1 : shape.depth + 1, :known]),
+            (self._spine[1 : shape.depth + 1], at.max(axis=2).mean(axis=1), self._seen[1 : shape.depth + 1, 0]),
+        ):
+            mass += np.maximum(LEARN, 1.0 / (seen + 1)) * (fresh - mass)
+        self._seen[1 : shape.depth + 1, :width] += 1  # what a tree has no node for has no chance
+        self._table = None
+
+    def verified(self, promised: float, accepted: float) -> None:
+        """Of a step, per sequence: the chances of all its nodes, and how many were accepted."""
+        self._promised = FRESH * self._promised + promised
+        self._accepted = FRESH * self._accepted + accepted
+
+    @property
+    def honesty(self) -> float:
+        """What was accepted lately of what was promised."""
+        return min(GENEROUS, (self._accepted + DOUBT) / (self._promised + DOUBT))
+
+    def wins(self, shape: Shape) -> float:
+        """Tokens that a draft of this shape is expected to have accepted."""
+        if self._table is None:
+            self._table = self._guessed()
+        return self.honesty * float(self._table[min(shape.depth, MAX_NODES - 1), min(shape.nodes, MAX_NODES) - 1])
+
+    def _guessed(self) -> np.ndarray:
+        """[D, N] tokens of a tree of N nodes besides the root, no deeper than D."""
+        deepest = int(np.nonzero(self._seen[:, 0])[0].max(initial=0))
+        total = np.zeros((MAX_NODES, MAX_NODES))
+        spine = self._spine.copy()
+        for depth in range(1, MAX_NODES):
+            if depth <= deepest:
+                row = self._mass[depth, : np.count_nonzero(self._seen[depth])]
+            else:
+                falls = min(FALLS, spine[depth - 1] / spine[depth - 2]) if depth > 2 and spine[depth - 2] > 0 else HOPED
+                spine[depth] = spine[depth - 1] * (HOPED if deepest == 0 else falls)
+                row = -np.sort(-np.append(row, spine[depth])) if depth > 1 else spine[1:2]
+            total[depth, 1:] = np.cumsum(_continued(row))
+        return np.maximum.accumulate(total, axis=0)
+
+
+def _continued(row: np.ndarray) -> np.ndarray:
+    """Chances of the nodes after those known, which fall as they did there."""
+    row = row[: MAX_NODES - 1]
+    known, missing = len(row), MAX_NODES - 1 - len(row)
+    if known < 2 or row[-1] <= 0.0 or row[-2] <= 0.0:
+        return np.append(row, np.zeros(missing))
+    falls = min(FALLS, row[-1] / row[-2])
+    return np.append(row, row[-1] * falls ** np.arange(1, missing + 1))
+
+
+class Pace:
+    """Seconds that steps of each shape take beyond the target's pass, medians of the latest, by size of the batch."""
+
+    ENOUGH = 5  # steps that say so; the first ones of a shape may be those that record it
+    WINDOW = 15
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, Shape], tuple[Median, list[float]]] = {}  # (size, shape) -> medians, (count, median)
+
+    def add(self, shape: Shape, batch: int, seconds: float) -> None:
+        """One step of `batch` sequences, less the pass that the cost model expects."""
+        median, known = self._seen.setdefault((batch.bit_length(), shape), (Median(self.WINDOW), [0.0, 0.0]))
+        known[:] = known[0] + 1, median.add(seconds)
+
+    def beyond(self, shape: Shape, batch: int) -> float | None:
+        """Of such a step; from the nearest that is known where this one is not, in proportion to its depth. None = none is."""
+        size, known = batch.bit_length(), {key: value[1] for key, (count, value) in self._known() if count >= self.ENOUGH}
+        if not known:
+            return None
+        near = min(known, key=lambda key: (key[1] != shape, abs(key[1].depth - shape.depth), abs(key[0] - size)))
+        return known[near] * (1.0 if near[1] == shape else shape.depth / near[1].depth)
