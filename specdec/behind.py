@@ -165,7 +165,7 @@ class Behind:
             drafter.drew(share.seq, draft)
         names = [drafter.name if len(d.tokens) > 1 else None for d in drafts]
         tree = replace(tree_from_lists([(d.tokens, d.parents, d.scores) for d in drafts], names), uniform=flight.tree.uniform)
-        pass
+        self._parts.policy.expected(tree, shares)
         return replace(flight, tree=tree, told=None)
 
 

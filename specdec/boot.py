@@ -24,7 +24,7 @@ from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
-from specdec.runner.graphs import CudaRecorder, Recorder
+from specdec.runner.graphs import ROWS, CudaRecorder, Recorder
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
@@ -137,6 +137,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         recorder=recorder,
     )
     proposers = create_for(context)
+    most = min(config.max_num_batched_tokens, ROWS[-1]) if recorder is not None else config.max_num_batched_tokens
     return Parts(
         name=os.path.basename(os.path.normpath(config.model)),
         quantization=loaded.quantization,
@@ -156,6 +157,8 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             key=_costs_key(loaded, kv_dtype, device),
             max_model_len=size.max_model_len,
             cache=cache_dir() / "costs",
+            sizes=ROWS if recorder is not None else (),
+            max_rows=most if config.overlaps(device.type) else None,
         ),
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),

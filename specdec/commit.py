@@ -47,8 +47,16 @@ def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:
     """Statistics of a step that ran and is not committed yet."""
     shares = plan.sampling
     rows = plan.num_rows - len(shares) + sum(tree.host.num_nodes)
+    first = shares[0].budget if shares else None
     return StepStats(
-        step, len(plan.scheduled), rows, len(shares), context=sum(s.seq.num_computed for s in shares), preempted=len(plan.preempted)
+        step,
+        len(plan.scheduled),
+        rows,
+        len(shares),
+        context=sum(s.seq.num_computed for s in shares),
+        preempted=len(plan.preempted),
+        alone=all(s.samples and s.num_new == 1 and not s.rerun for s in plan.scheduled),
+        budget=first if all(s.budget == first for s in shares) else None,
     )
 
 

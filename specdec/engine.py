@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.behind import Behind
+from specdec.behind import Behind, Wait
 from specdec.commit import compaction, count, move, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
@@ -50,7 +51,7 @@ class Engine:
         self.verifier = parts.verifier
         self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
         self.behind = Behind(self.launcher, parts)
-        self.overlap = config.overlap if config.overlap is not None else parts.builder.device.type == "cuda"
+        self.overlap = config.overlaps(parts.builder.device.type)
         self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
         self.observers: list[Callable[[StepStats], None]] = []
@@ -59,6 +60,7 @@ class Engine:
         self._steps = 0
         self._flight: Flight | None = None  # begun behind the step that was committed last
         self._budgets: dict[Sequence, SpecBudget] | None = None  # for the next plan, where they are known already
+        self._waits: Wait | None = None  # why the next step does not begin behind the last one, in which heads drafted
         self._ended = 0.0
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -135,7 +137,11 @@ class Engine:
     def _begin(self) -> Flight | None:
         """The next step, or None where there is nothing to compute."""
         start, plan = time.perf_counter(), self._plan()
-        return self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start) if plan.scheduled else None
+        if not plan.scheduled:
+            return None
+        tree, waits = draft(plan, self.proposers, self.policy, self.sampling), self._waits
+        self._waits, seconds = None, self.policy.take_drafting()
+        return replace(self.launcher.launch(plan, tree, start), drafter_seconds=seconds, waited=None if waits is None else waits.value)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """The step behind `flight`, unless it takes a verdict to know it."""
@@ -144,7 +150,7 @@ class Engine:
         following = None
         if any(share.budget.drafter is not None for share in flight.plan.scheduled):
             found = self.behind.waits(flight) or self.behind.follow(flight, self._budget())
-            following = found if isinstance(found, Flight) else None
+            following, self._waits = (found, None) if isinstance(found, Flight) else (None, found)
         elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
             following = self.launcher.follow(flight)
         if following is not None:
@@ -154,7 +160,8 @@ class Engine:
     def _budget(self) -> dict[Sequence, SpecBudget]:
         """What each decoding sequence may draft in the next step; asked once a step."""
         if self._budgets is None:
-            self._budgets = self.policy.budget(self.scheduler.running, self.stats)
+            ahead = self.behind.able(self.scheduler.running) if self.overlap and not self.policy.fixed else {}
+            self._budgets = self.policy.budget(self.scheduler.running, self.stats, ahead)
         return self._budgets
 
     def _plan(self) -> StepPlan:
@@ -199,6 +206,7 @@ class Engine:
             b += 1
         self._observe(flight)
         self._settle(plan)
+        stats.drafter_seconds, stats.waited = flight.drafter_seconds, flight.waited
         return self._close_stats(stats, flight.clock)
 
     # -- commit, in parts -------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Flight:
     forward: Forward
     verdict: Verdict
     clock: tuple[float, float, float]
+    drafter_seconds: float = 0.0  # that the host waited for drafters
+    waited: str | None = None  # why it did not begin behind the step before, in which heads drafted
     told: Callable[[], list[Any]] | None = None  # where the device drafted: its trees as lists (`recorded_growth.host_drafts`), when asked
 
 
@@ -62,7 +64,8 @@ class Launcher:
         self._sampling.advance([share.seq.request_slot for share in shares], verdict.num_committed)
         arriving, known = arrival((*verdict.decided, *told)), len(verdict.decided)
         verdict = replace(verdict, arriving=lambda: arriving()[:known])
-        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded), (lambda: arriving()[known:]) if told else None)
+        said = (lambda: arriving()[known:]) if told else None
+        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded), told=said)
 
     def can_follow(self, flight: Flight) -> bool:
         """Whether the next step is a plain row for those of the flight who go on, whatever its verdict, if nobody drafts."""
@@ -100,7 +103,7 @@ def landed(flight: Flight | None) -> Flight | None:
     committed, num_committed, path, num_accepted, finish, rows = (only_rows(field, index) for field in (*verdict.decided, verdict.rows))
     kept = Verdict(committed, num_committed, path, num_accepted, finish, rows, arriving=_only(arriving, index))
     taps = None if forward.taps is None else only_rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
-    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, _only(told, index))
+    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, told=_only(told, index))
 
 
 def _only(arriving: Callable[[], list[Any]] | None, index: list[int]) -> Callable[[], list[Any]] | None:

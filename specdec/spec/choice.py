@@ -64,13 +64,14 @@ def paying_depth(
     batch: int,
     *,
     on_trial: bool = False,
+    waits: float = 0.0,
 ) -> int:
     """Depth of the chain with the best expected rate for a drafter whose drafts cost time; 0 = do not draft.
 
     unit: seconds to draft one token. headroom: most extra seconds. token_seconds: a token's share of a plain step. All
     sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe. Nothing else gets one that wins
     nothing, whatever its depths promise: they are known of drafts that were verified, not of those cut after they had been paid for.
-    on_trial: it is to be seen at work, and that does not hold for it.
+    on_trial: it is to be seen at work, and that does not hold for it. waits: seconds that a step with drafts waits more than one without.
     """
     plain, best, best_rate = cost.base(batch, batch), 0, MIN_GAIN / token_seconds
     expected = expected_tokens(record.rates, deepest) if on_trial or record.value.wins() else ()
@@ -78,7 +79,7 @@ def paying_depth(
         extra = unit * depth + (cost.base(batch * (1 + depth), batch) - plain) / batch
         if extra > headroom:
             break
-        rate = (1 + expected[depth]) / (token_seconds + extra)
+        rate = (1 + expected[depth]) / (token_seconds + extra + waits / batch)
         if rate > best_rate:
             best, best_rate = depth, rate
     if best == 0 and (record.probe_due() if on_trial else record.trial_due()) and unit * PROBE_NODES <= headroom:

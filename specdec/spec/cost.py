@@ -108,10 +108,12 @@ class CostModel:
     WINDOW = 25  # steps that a factor is the median of
     STALE = 400  # steps after which an unconfirmed factor is dropped
 
-    def __init__(self, table: CostTable):
+    def __init__(self, table: CostTable, sizes: Seq[int] = ()):
+        """sizes: row counts that passes are recorded for, rising; any other costs what the next of them does."""
         count = len(table.rows)
         self.table = table
-        self._base = [between(table.rows, table.bases, r) for r in range(257)]
+        padded = [sizes[i] if (i := bisect.bisect_left(sizes, r)) < len(sizes) else r for r in range(257)]
+        self._base = [between(table.rows, table.bases, r) for r in padded]
         self._slope = [between(table.rows, table.slopes, n) for n in range(65)]
         self._bucket = [self._bucket_of(r) for r in range(257)]
         self._speed = 1.0  # real time / table, whatever the bucket
@@ -195,11 +197,12 @@ def measure_costs(
     max_context: int = 1024,
     cache: Path | None = None,
     key: str = "",
+    sizes: Seq[int] = (),
 ) -> CostModel:
     """Time the target pass, or read the table kept from an earlier start on this machine.
 
     measure: (rows of one tree, context keys) → seconds. cache: directory for tables, None = do not keep. key: names model,
-    dtype and whatever else changes timings; the machine is added. A table that cannot be read, or that fresh
+    dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or that fresh
     timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
     machine, serves this process and is not kept.
     """
@@ -212,7 +215,7 @@ def measure_costs(
         try:
             table = CostTable.from_json(path.read_text())
             if table.rows == rows and table.contexts == (near, far) and _confirmed(table, measure):
-                return CostModel(table)
+                return CostModel(table, sizes)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
     logging.getLogger("specdec").info(
@@ -232,7 +235,7 @@ def measure_costs(
     table = CostTable(rows, (near, far), [one * times[r] for r in rows], {r: one * times[r] * x for r, x in longer.items()})
     if path is not None and whole and one <= STEADY * min(ones, default=one):
         _write(path, table.to_json())
-    return CostModel(table)
+    return CostModel(table, sizes)
 
 
 def _ratio(measure: Callable[[int, int], float], one: tuple[int, int], other: tuple[int, int], ones: list[float] | None = None) -> float:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pending:
-    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens."""
+    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens. shared: see `SpecBudget`."""
 
     drafter: str
     scores: list[float]
     spent: float
     probe: bool
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Experience:
         if max(counts, default=1) == 1 and not any(state.pending is not None for state in self.states.values()):
             return
         scores = [None] * len(counts) if tree.score is None else tree.score.tolist()
+        alike: dict[str, list[tuple[float, int]]] = {}
         for b, share in enumerate(shares):
             state, name = self.states.get(share.seq), share.budget.drafter
             if state is None:
@@ -84,8 +86,13 @@ class Experience:
             taken = set(decided.path[b][: decided.num_accepted[b]])
             if pending is not None and len(pending.scores) == counts[b]:
                 self._learn(state, pending, taken)
+                if pending.shared:
+                    alike.setdefault(name, []).append((sum(pending.scores[1:]), len(taken)))
             if counts[b] > 1:
                 self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
+        for name, found in alike.items():
+            promised, accepted = (sum(column) / len(found) for column in zip(*found, strict=True))
+            self.drafters[name].profile.verified(promised, accepted)
 
     def saw_nothing(self, state: State, name: str) -> None:
         """`name` was chosen for the sequence and has nothing to draft: a step in which it wins nothing."""

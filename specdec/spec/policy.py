@@ -6,13 +6,14 @@ corrected by how honest they proved (`acceptance`); nothing is kept where plain 
 what drafting can lose, and a drafter that collapses on all of them is off until probes show that it recovered (`watch`).
 A step without drafts has to stay what it is without speculation: who would draft nothing, or what would be cut to nothing anyway, is
 not asked (`_hopeless`), and a drafter no depth of which pays is looked at again after a pause (`SequenceRecord.rest`).
+Where heads draft behind a step in flight the whole batch gets one budget, and nothing is trimmed (`shared`).
 `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step; a collapse is only reported.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +27,7 @@ from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
 from specdec.spec.meter import Meter
 from specdec.spec.proposer import Proposer
+from specdec.spec.shared import Shared
 from specdec.spec.tree import tree_from_lists
 from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats, Verdict
 
@@ -36,6 +38,7 @@ CHEAP = 0.1  # a drafter that takes less than this share of a plain step is alwa
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
 HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
 OWED = 0.9  # largest share of a draft's time that is put down to what was owed
+NOBODY: Mapping[str, int] = {}
 REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
 
 
@@ -50,9 +53,10 @@ class Bounds(NamedTuple):
 
 
 class SpecPolicy:
-    """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters."""
+    """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters. max_rows: of a step, where one may be begun
+    behind another; None: all of them wait."""
 
-    def __init__(self, config: SpecConfig, proposers: Mapping[str, Proposer], cost: StepCost | None):
+    def __init__(self, config: SpecConfig, proposers: Mapping[str, Proposer], cost: StepCost | None, max_rows: int | None = None):
         self.config = config
         self.proposers = proposers
         self.cost = cost
@@ -63,19 +67,51 @@ class SpecPolicy:
         self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
         self._owed: defaultdict[str, float] = defaultdict(float)  # seconds besides drafting that this step's drafts take, by drafter
         self._meter = Meter(cost)
+        self._drafting = 0.0  # seconds spent in drafters, until somebody asks
+        self._shared = None if self.fixed or cost is None or max_rows is None else Shared(cost, self.experience, proposers, max_rows)
 
     # -- before planning ----------------------------------------------------------------------------------------------
 
-    def budget(self, sequences: Iterable[Sequence], stats: StepStats | None) -> dict[Sequence, SpecBudget]:
-        """What each decoding sequence may draft this step. `stats` of the last step correct the cost model."""
+    def budget(
+        self, sequences: Iterable[Sequence], stats: StepStats | None, ahead: Mapping[str, int] = NOBODY
+    ) -> dict[Sequence, SpecBudget]:
+        """What each decoding sequence may draft this step. `stats` of the last step correct the cost model. ahead: the heads that could
+        draft for all of them behind a step in flight, and how wide."""
         decoding = [seq for seq in sequences if seq.decoding]
-        self._meter.budgeted(stats, len(decoding))
+        self._meter.stepped(stats, self.shared)
         if not self.proposers or not decoding:
             return {}
         self.experience.watch.tick()
         self._owed.clear()
+        if ahead and self.shared is not None:
+            budget = self.shared.choose(decoding, ahead)
+            if budget is not None:
+                return {seq: self._alike(seq, budget) for seq in decoding}
+        without = self.shared.managed if ahead and self.shared is not None else {}
         self._look([seq.num_computed for seq in decoding])
-        return {seq: self._budget_one(seq, len(decoding)) for seq in decoding}
+        return {seq: self._budget_one(seq, len(decoding), without) for seq in decoding}
+
+    @property
+    def shared(self) -> Shared | None:
+        """Who chooses for batches, where there are heads that can go ahead."""
+        return self._shared if any(getattr(proposer, "width_ahead", 0) for proposer in self.proposers.values()) else None
+
+    def _begin(self, seq: Sequence) -> State:
+        """A step of the sequence begins."""
+        state = self.experience.state(seq)
+        state.drafter, state.probe, state.owed = None, False, 0.0
+        state.ledger.steps += 1
+        for record in state.records.values():
+            record.step()
+        return state
+
+    def _alike(self, seq: Sequence, budget: SpecBudget) -> SpecBudget:
+        """What the whole batch drafts, for one of it."""
+        state = self._begin(seq)
+        if seq.remaining < 2 or budget.drafter is None:
+            return self._skip("policy" if budget.drafter is None else "limit")
+        state.drafter = budget.drafter
+        return budget
 
     def _look(self, contexts: Seq[int]) -> None:
         """What the current batch allows, looked at anew when its size changes and now and then."""
@@ -88,18 +124,16 @@ class SpecPolicy:
             row = self.cost.base(batch + 1, batch) - self.cost.base(batch, batch)
             self._bounds, self._bounds_age = Bounds(batch, widest(contexts, self.cost), least_chance(contexts, self.cost), row), 1
 
-    def _budget_one(self, seq: Sequence, batch: int) -> SpecBudget:
-        state = self.experience.state(seq)
-        state.drafter, state.probe, state.owed, limits = None, False, 0.0, state.limits
-        state.ledger.steps += 1
-        for record in state.records.values():
-            record.step()
+    def _budget_one(self, seq: Sequence, batch: int, without: Collection[str]) -> SpecBudget:
+        state = self._begin(seq)
+        limits = state.limits
         nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
         names, reason = usable(limits.drafters, self.proposers, len(seq.tokens))
+        names = [name for name in names if name not in without]
         if not names:
-            return self._skip(reason)
+            return self._skip("policy" if without else reason)
         name = names[0]
         if not self.fixed:
             nodes = min(nodes, self._bounds.widest)
@@ -168,11 +202,16 @@ class SpecPolicy:
         if state.owed + unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
         headroom -= state.owed  # it must be affordable, yet is no part of what one draft costs: the next ones gain by it
-        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial)
+        record, waits = state.records[name], self._waits()
+        paying = paying_depth(record, unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial, waits=waits)
         if paying == 0 and not on_trial:
-            state.records[name].dismiss()
+            record.dismiss()
         looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
         return max(paying, min(deepest, int(headroom / unit))) if looks else paying
+
+    def _waits(self) -> float:
+        """Seconds that a step with drafts waits more than one without, which follows the one before."""
+        return 0.0 if self.shared is None else self.shared.exposed
 
     def owes(self, name: str, seq: Sequence) -> float:
         """Seconds that a draft would take besides drafting."""
@@ -190,10 +229,27 @@ class SpecPolicy:
 
     def drafted(self, name: str, seconds: float, tree: DraftTree) -> None:
         """`name` took `seconds` to draft these trees."""
-        self._meter.drafted(seconds)
+        self._drafting += seconds
         deepest = max(max(depths) for depths in tree.host.depth)
         seconds -= min(self._owed[name], OWED * seconds)
         self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
+
+    def take_drafting(self) -> float:
+        """Seconds spent in drafters since the last call."""
+        seconds, self._drafting = self._drafting, 0.0
+        return seconds
+
+    def expected(self, tree: DraftTree, shares: tuple[Scheduled, ...]) -> None:
+        """Trees on the host that are verified as they were drafted, and perhaps have been."""
+        budget = max((share.budget for share in shares if share.budget.shared), key=lambda b: (b.nodes, b.depth), default=None)
+        if self.shared is None or budget is None or budget.drafter is None or tree.score is None:
+            return
+        self.shared.drafted(budget, tree)
+        spent = self.shared.spent(budget, [share.seq for share in shares])
+        for share, scores, count in zip(shares, tree.score.tolist(), tree.host.num_nodes, strict=True):
+            state = self.experience.states.get(share.seq)
+            if state is not None and share.budget.shared:
+                state.pending = Pending(budget.drafter, scores[:count], spent, False, shared=True)
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
         """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
@@ -201,6 +257,9 @@ class SpecPolicy:
         Sampled drafts (`log_q`) are left alone: choosing among drawn tokens would bias rejection sampling.
         """
         if self.fixed or self.cost is None or tree.log_q is not None:
+            return tree
+        if any(share.budget.shared for share in shares):
+            self.expected(tree, shares)
             return tree
         counts = tree.host.num_nodes
         if max(counts) == 1:
@@ -216,7 +275,7 @@ class SpecPolicy:
             headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
             candidates.append(Candidate(scores, share.seq.num_computed, headroom))
             probes.append(probe)
-        chosen = allocate(candidates, self.cost, other_rows)
+        chosen = allocate(candidates, self.cost, other_rows, self._waits())
         for b, share in enumerate(shares):
             drafted = counts[b], max(tree.host.depth[b])
             self._expect(share, [raw[b][i] for i in chosen.kept[b]], drafted, chosen.extra[b], probes[b])
@@ -293,13 +352,16 @@ def make_policy(
     key: str = "",
     max_model_len: int = 256,
     cache: Path | None = None,
+    sizes: tuple[int, ...] = (),
+    max_rows: int | None = None,
 ) -> SpecPolicy:
     """The policy for an engine. Costs are measured only when they will be used: policy="auto" and a drafter.
 
-    measure: (rows, context) → seconds of a target pass. key, cache: as in `measure_costs`.
+    measure: (rows, context) → seconds of a target pass. key, cache, sizes: as in `measure_costs`. max_rows: as in `SpecPolicy`.
     """
     if not proposers or config.policy == "fixed":
         return SpecPolicy(config, proposers, None)
     far = max(2, min(1024, max_model_len - 64))
     rows = max(1, min(64, max_model_len - far))
-    return SpecPolicy(config, proposers, measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key))
+    cost = measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key, sizes=sizes)
+    return SpecPolicy(config, proposers, cost, max_rows)

@@ -8,6 +8,7 @@ a step in flight nothing in it can be timed by itself; it is kept as what it tak
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -77,22 +78,21 @@ class Profile:
 
     def wins(self, shape: Shape) -> float:
         """Tokens that a draft of this shape is expected to have accepted."""
-        if self._table is None:
-            self._table = self._guessed()
-        return self.honesty * float(self._table[min(shape.depth, MAX_NODES - 1), min(shape.nodes, MAX_NODES) - 1])
+        if self._table is None or len(self._table) <= shape.depth:
+            self._table = self._guessed(shape.depth)
+        return self.honesty * float(self._table[shape.depth, shape.nodes - 1])
 
-    def _guessed(self) -> np.ndarray:
-        """[D, N] tokens of a tree of N nodes besides the root, no deeper than D."""
-        deepest = int(np.nonzero(self._seen[:, 0])[0].max(initial=0))
-        total = np.zeros((MAX_NODES, MAX_NODES))
-        spine = self._spine.copy()
-        for depth in range(1, MAX_NODES):
-            if depth <= deepest:
+    def _guessed(self, most: int) -> np.ndarray:
+        """[D, N] tokens of a tree of N nodes besides the root, no deeper than D, which is at most `most`."""
+        known = int(np.nonzero(self._seen[:, 0])[0].max(initial=0))
+        total, spine, row = np.zeros((most + 1, MAX_NODES)), self._spine.copy(), np.zeros(0)
+        for depth in range(1, most + 1):
+            if depth <= known:
                 row = self._mass[depth, : np.count_nonzero(self._seen[depth])]
-            else:
-                falls = min(FALLS, spine[depth - 1] / spine[depth - 2]) if depth > 2 and spine[depth - 2] > 0 else HOPED
-                spine[depth] = spine[depth - 1] * (HOPED if deepest == 0 else falls)
-                row = -np.sort(-np.append(row, spine[depth])) if depth > 1 else spine[1:2]
+            else:  # one node more on the likeliest path
+                falls = spine[depth - 1] / max(spine[depth - 2], 1e-9) if depth > 1 else HOPED
+                spine[depth] = spine[depth - 1] * min(FALLS, falls)
+                row = -np.sort(-np.append(row, spine[depth]))
             total[depth, 1:] = np.cumsum(_continued(row))
         return np.maximum.accumulate(total, axis=0)
 
@@ -114,17 +114,22 @@ class Pace:
     WINDOW = 15
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, Shape], tuple[Median, list[float]]] = {}  # (size, shape) -> medians, (count, median)
+        self._recent: dict[tuple[int, Shape], Median] = {}
+        self._counts: Counter[tuple[int, Shape]] = Counter()
+        self._known: dict[tuple[int, Shape], float] = {}
 
     def add(self, shape: Shape, batch: int, seconds: float) -> None:
         """One step of `batch` sequences, less the pass that the cost model expects."""
-        median, known = self._seen.setdefault((batch.bit_length(), shape), (Median(self.WINDOW), [0.0, 0.0]))
-        known[:] = known[0] + 1, median.add(seconds)
+        key = batch.bit_length(), shape
+        median = self._recent.setdefault(key, Median(self.WINDOW)).add(seconds)
+        self._counts[key] += 1
+        if self._counts[key] >= self.ENOUGH:
+            self._known[key] = median
 
     def beyond(self, shape: Shape, batch: int) -> float | None:
         """Of such a step; from the nearest that is known where this one is not, in proportion to its depth. None = none is."""
-        size, known = batch.bit_length(), {key: value[1] for key, (count, value) in self._known() if count >= self.ENOUGH}
-        if not known:
+        if not self._known:
             return None
-        near = min(known, key=lambda key: (key[1] != shape, abs(key[1].depth - shape.depth), abs(key[0] - size)))
-        return known[near] * (1.0 if near[1] == shape else shape.depth / near[1].depth)
+        size = batch.bit_length()
+        near = min(self._known, key=lambda key: (key[1] != shape, abs(key[1].depth - shape.depth), abs(key[0] - size)))
+        return self._known[near] * (1.0 if near[1] == shape else shape.depth / near[1].depth)
