@@ -239,13 +239,13 @@ class SpecPolicy:
         seconds, self._drafting = self._drafting, 0.0
         return seconds
 
-    def expected(self, tree: DraftTree, shares: tuple[Scheduled, ...]) -> None:
-        """Trees on the host that are verified as they were drafted, and perhaps have been."""
+    def expected(self, tree: DraftTree, shares: tuple[Scheduled, ...], *, waited: bool = False) -> None:
+        """Trees on the host that are verified as they were drafted, and perhaps have been. waited: not behind a step in flight."""
         budget = max((share.budget for share in shares if share.budget.shared), key=lambda b: (b.nodes, b.depth), default=None)
         if self.shared is None or budget is None or budget.drafter is None or tree.score is None:
             return
         self.shared.drafted(budget, tree)
-        spent = self.shared.spent(budget, [share.seq for share in shares])
+        spent = self.shared.spent(budget, [share.seq for share in shares], waited=waited)
         for share, scores, count in zip(shares, tree.score.tolist(), tree.host.num_nodes, strict=True):
             state = self.experience.states.get(share.seq)
             if state is not None and share.budget.shared:
@@ -259,7 +259,7 @@ class SpecPolicy:
         if self.fixed or self.cost is None or tree.log_q is not None:
             return tree
         if any(share.budget.shared for share in shares):
-            self.expected(tree, shares)
+            self.expected(tree, shares, waited=True)
             return tree
         counts = tree.host.num_nodes
         if max(counts) == 1:

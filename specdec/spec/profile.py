@@ -20,8 +20,8 @@ HOPED = 0.65  # chance of a node, given its parent, of a drafter that has drafte
 FALLS = 0.95  # largest share that the next node is guessed to have of the chance of the last
 LEARN = 0.1  # weight of the latest trees in the means
 EVERY = 4  # trees of every so many steps are looked at, once some have been
-FRESH = 0.9  # of what was promised and accepted a step later
-DOUBT = 2.0  # promised tokens a sequence that honesty is taken for granted for
+FRESH = 0.95  # of what was promised and accepted a step later
+DOUBT = 1.0  # promised tokens a sequence that honesty is taken for granted for
 GENEROUS = 1.25  # most that chances may have been too low
 
 

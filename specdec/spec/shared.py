@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 DEPTHS = (1, 2, 3, 4, 5, 7, 9, 12, 15, 20, 30, 45, 63)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 REVIEW = 16  # steps between two looks at all shapes
-SWITCH = 1.04  # what another shape must promise over the present one: a change waits, and may have to be recorded
+SWITCH = 1.04  # what another shape, or drafting at all, must promise over what is: a change waits, and may have to be recorded
 UNKNOWN = 0.1  # of a plain step, that a depth of drafting is taken to take before any was measured
 STALE, CALM, FIRST_CALM = 512, 3, 6  # steps without a measurement of plain decoding; plain steps that give one, and the first one
 PAUSE, LONGEST = 64, 2048  # steps between probes of a batch that does not draft
 PROBE = Shape(3, 2)
-PROBE_STEPS = 4
+PROBE_STEPS, JUDGED = 5, 3  # steps of a probe, and looks at what it showed: the last of its steps, and one
 SETTLED = 64  # steps of drafting after which pauses are short again
 ASK, SELDOM = 16, 256  # steps between two looks at other drafters
 LIKELY = 0.6  # how sure of its first token another drafter must be to be asked
@@ -85,8 +85,9 @@ class Shared:
         self._present: tuple[str, Shape] | None = None
         self._seen: tuple[int, Mapping[str, Offer]] = 0, {}  # batch and offers when all shapes were looked at
         self._age = self._lasted = 0  # steps since then, and since the batch began to draft
-        self._idle, self._pause, self._probing = 0, PAUSE, 0
+        self._idle, self._pause, self._probing, self._open = 0, PAUSE, 0, 0
         self._waits, self.exposed = Median(25), 0.0  # seconds of the host that steps of other drafters do not hide
+        self._changes, self._change = Median(15), 0.0  # seconds that the first step after a change waits
         self._asked, self._ask = 0, ASK
         self._before: SpecBudget | None = None  # of the step that was measured last
         self.managed: Mapping[str, Offer] = {}  # heads that `choose` decided about last
@@ -106,7 +107,7 @@ class Shared:
         others = self._others(seqs, states, offers)
         choice, plain = self._choice(seqs, states, offers), self._plain(seqs)
         rate = 1.0 / plain if choice is None else choice.rate
-        if others and (self._theirs(states, others, plain) > SWITCH * rate or (choice is not None and self._asks(seqs, others))):
+        if others and (self._theirs(seqs, states, others, plain) > SWITCH * rate or (choice is not None and self._asks(seqs, others))):
             return None
         if choice is None:
             return self._rest(offers, bool(others))
@@ -140,21 +141,30 @@ class Shared:
 
     def _choice(self, seqs: Seq[Sequence], states: Seq[State], offers: Mapping[str, Offer]) -> Choice | None:
         """The best shape, None where none pays. The present one stays while it does, until others promise enough more."""
-        self._age += 1
-        present = self._present
-        kept = None if present is None or present[0] not in offers else self._rated(*present, seqs, states)
-        looked = self._seen == (len(seqs), offers) and self._age <= REVIEW
-        if looked and (kept is not None or present is None):
+        self._age, self._open = self._age + 1, max(0, self._open - 1)
+        kept, known = self._kept(seqs, states, offers), self._seen == (len(seqs), offers)
+        if known and self._present is None and not 0 < self._open <= JUDGED:
+            return None  # what ended it is not over because some steps have passed
+        if known and kept is not None and self._age <= REVIEW:
             return kept
         self._seen, self._age = (len(seqs), dict(offers)), 0
         rated = (self._rated(name, shape, seqs, states) for name, offer in offers.items() for shape in shapes(offer))
         best = max((choice for choice in rated if choice is not None), key=lambda choice: choice.rate, default=None)
-        if kept is not None and best is not None and best.rate < SWITCH * kept.rate and _within(kept.shape, offers[kept.name]):
-            best = kept
-        if best is None or present is None:
+        least = SWITCH * (1.0 / self._plain(seqs) if kept is None else kept.rate)
+        best = kept if best is None or best.rate < least else best
+        if best is None or self._present is None:
             self._lasted = 0
         self._present = None if best is None else (best.name, best.shape)
         return best
+
+    def _kept(self, seqs: Seq[Sequence], states: Seq[State], offers: Mapping[str, Offer]) -> Choice | None:
+        """The present shape, if it can be and pays."""
+        if self._present is None:
+            return None
+        (name, shape), offer = self._present, offers.get(self._present[0])
+        if offer is None or shape.nodes > offer.nodes or shape.depth > offer.depth:
+            return None
+        return self._rated(name, shape, seqs, states)
 
     def _rated(self, name: str, shape: Shape, seqs: Seq[Sequence], states: Seq[State]) -> Choice | None:
         """The shape, if it pays and can be risked."""
@@ -181,6 +191,7 @@ class Shared:
         self._idle, self._lasted = self._idle + 1, 0
         if self._probing == 0 and self._idle >= self._pause:
             self._probing, self._pause, self._idle = PROBE_STEPS, min(LONGEST, 2 * self._pause), 0
+            self._open = PROBE_STEPS + 1
         if self._probing == 0:
             return None if others else NO_DRAFT
         self._probing -= 1
@@ -197,10 +208,11 @@ class Shared:
         found = [usable(names, self._proposers, len(seq.tokens))[0] for seq, names in zip(seqs, left, strict=True)]
         return found if any(found) else []
 
-    def _theirs(self, states: Seq[State], others: list[list[str]], plain: float) -> float:
-        """Tokens a second and sequence if each had the best of them, in steps that wait."""
-        values = [max((state.records[n].value.mean() for n in names), default=0.0) for state, names in zip(states, others, strict=True)]
-        theirs = (1.0 + sum(max(0.0, value) for value in values) / len(values)) / (plain + self.exposed)
+    def _theirs(self, seqs: Seq[Sequence], states: Seq[State], others: list[list[str]], plain: float) -> float:
+        """Tokens a second and sequence if each had the best of them that finds anything now, in steps that wait."""
+        values = [max(((state.records[n].value.mean(), n) for n in names), default=(0.0, "")) for state, names in zip(states, others, strict=True)]
+        won = [value for seq, (value, name) in zip(seqs, values, strict=True) if value > 0.0 and _outlook(self._proposers[name], seq) > 0.0]
+        theirs = (1.0 + sum(won) / len(seqs)) / (plain + self.exposed)
         if theirs * plain > SWITCH:
             self._ask = ASK
         return theirs
@@ -218,9 +230,10 @@ class Shared:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def spent(self, budget: SpecBudget, seqs: Seq[Sequence]) -> float:
-        """Tokens a sequence that such a step costs over a plain one."""
-        return self._seconds(budget.drafter or "", Shape(budget.nodes, budget.depth), seqs) / self._plain(seqs) - 1.0
+    def spent(self, budget: SpecBudget, seqs: Seq[Sequence], *, waited: bool) -> float:
+        """Tokens a sequence that such a step costs over a plain one. waited: it does not follow another."""
+        seconds = self._seconds(budget.drafter or "", Shape(budget.nodes, budget.depth), seqs)
+        return (seconds + self._change * waited) / self._plain(seqs) - 1.0
 
     def drafted(self, budget: SpecBudget, tree: DraftTree) -> None:
         """Trees of this budget, as they are verified."""
@@ -236,6 +249,10 @@ class Shared:
             self._waited(stats)
         elif budget == before or before is None:
             self._steady(budget, stats)
+        elif budget.shared and before == NO_DRAFT and budget.drafter in self._experience.drafters:
+            pace, shape = self._experience.drafters[budget.drafter].pace, Shape(budget.nodes, budget.depth)
+            expected = self._pass(budget.nodes, stats.num_sampling, stats.context) + (pace.beyond(shape, stats.num_sampling) or 0.0)
+            self._change = max(0.0, self._changes.add(stats.step_seconds - expected))
 
     def _steady(self, budget: SpecBudget, stats: StepStats) -> None:
         batch = stats.num_sampling
@@ -260,10 +277,6 @@ class Shared:
 
 def _budget(name: str, shape: Shape, offer: Offer) -> SpecBudget:
     return SpecBudget(name, shape.nodes, shape.depth, offer.width, offer.feeds, shared=True)
-
-
-def _within(shape: Shape, offer: Offer) -> bool:
-    return shape.nodes <= offer.nodes and shape.depth <= offer.depth
 
 
 def _outlook(proposer: Proposer, seq: Sequence) -> float:

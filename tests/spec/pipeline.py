@@ -124,7 +124,7 @@ class Pipeline:
         rows = len(shares) * max(share.budget.nodes for share in shares) if deepest and shares[0].budget.shared else sum(tree.host.num_nodes)
         times = self.times
         seconds = times.cost.base(rows, len(shares)) + (times.fixed + times.depth * deepest if deepest and self._heads(shares) else 0.0)
-        seconds += 0.0 if follows else times.wait if deepest else times.plain_wait
+        seconds += 0.0 if follows else times.wait if max(tree.host.num_nodes) > 1 else times.plain_wait
         verdict = judge(tree, [future[: share.seq.remaining] for future, share in zip(futures, shares, strict=True)])
         return Flown(shares, tree, verdict, futures, seconds, follows)
 
