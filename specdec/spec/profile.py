@@ -22,7 +22,8 @@ LEARN = 0.1  # weight of the latest trees in the means
 EVERY = 4  # trees of every so many steps are looked at, once some have been
 FRESH = 0.95  # of what was promised and accepted a step later
 DOUBT = 1.0  # promised tokens a sequence that honesty is taken for granted for
-GENEROUS = 1.25  # most that chances may have been too low
+GENEROUS = 8.0  # most that chances may have been too low
+TRIAL = 8  # steps over which what is hoped of a drafter gives way to what it showed
 
 
 class Shape(NamedTuple):
@@ -43,6 +44,7 @@ class Profile:
         self._seen = np.zeros((MAX_NODES, MAX_NODES - 1), dtype=np.int64)  # how often each was looked at
         self._steps = 0
         self._promised = self._accepted = 0.0
+        self._verified = 0
         self._table: np.ndarray | None = None
 
     def learn(self, scores: np.ndarray, depths: np.ndarray, counts: np.ndarray, shape: Shape) -> None:
@@ -68,6 +70,7 @@ class Profile:
 
     def verified(self, promised: float, accepted: float) -> None:
         """Of a step, per sequence: the chances of all its nodes, and how many were accepted."""
+        self._verified += 1
         self._promised = FRESH * self._promised + promised
         self._accepted = FRESH * self._accepted + accepted
 
@@ -80,7 +83,9 @@ class Profile:
         """Tokens that a draft of this shape is expected to have accepted."""
         if self._table is None or len(self._table) <= shape.depth:
             self._table = self._guessed(shape.depth)
-        return self.honesty * float(self._table[shape.depth, shape.nodes - 1])
+        shown = min(shape.depth, self.honesty * float(self._table[shape.depth, shape.nodes - 1]))
+        trust = min(1.0, self._verified / TRIAL)
+        return shown if trust == 1.0 else trust * shown + (1.0 - trust) * sum(HOPED**depth for depth in range(1, shape.depth + 1))
 
     def _guessed(self, most: int) -> np.ndarray:
         """[D, N] tokens of a tree of N nodes besides the root, no deeper than D, which is at most `most`."""

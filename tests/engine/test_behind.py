@@ -21,6 +21,7 @@ from specdec.types import Scheduled, StepPlan, StepStats
 from tests.engine.test_overlap import STATISTICS, cached
 from tests.harness import GREEDY, Log, P, R, assert_same, drain, engine, run
 from tests.spec import heads
+from tests.spec.simulator import LineCost
 
 SHAPES = {
     "eagle3 chain": heads.chain("eagle3", 3),
@@ -265,3 +266,115 @@ def test_what_waits_for_the_verdict(fields: dict[str, Any]) -> None:
     counts = followed(target)
     run(target, requests(1, 0.9, **fields))
     assert not counts
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["eagle3 chain", "eagle3 tree", "following tree"])
+def test_requests_that_end_at_different_times_keep_being_followed(shape: str) -> None:
+    """One of 12 ends nearly always; only the first step, and one in which everybody may end, wait."""
+    targets, seen = pair(SHAPES[shape]), list[StepStats]()
+    targets[1].observers.append(lambda stats: seen.append(stats))
+    asked = {name: (ids, replace(params, max_tokens=6 + 3 * i)) for i, (name, (ids, params)) in enumerate(requests(12, 0.9).items())}
+    found = [run(target, asked) for target in targets]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+    waited = [stats.waited for stats in seen if stats.waited is not None]
+    assert len(seen) > 20 and set(waited) <= {"end", "budget"} and len(waited) <= 2
+
+
+def test_up_to_the_last_position_that_a_model_has() -> None:
+    """Rows of drafts that nobody has room for stand beyond it."""
+    targets = pair(SHAPES["eagle3 wide"], max_model_len=64)
+    asked = {f"r{i}": ([i + 3, *P], replace(GREEDY, max_tokens=64 - len(P) - 1 - i)) for i in range(3)}
+    found = [run(target, asked) for target in targets]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+
+
+def test_late_ends_in_blocks_that_are_short() -> None:
+    targets = pair(SHAPES["eagle3 tree"], num_kv_blocks=36, max_num_seqs=4)
+    asked = requests(9, 0.9)
+    found = [run(target, asked) for target in targets]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+
+
+# -- the auto policy ----------------------------------------------------------------------------------------------------
+
+
+def auto(spec: SpecConfig, *, first: float = 1.0, per_row: float = 0.01, **options: Any) -> list[Engine]:
+    """`pair` under the auto policy, with costs that are not measured."""
+    targets = pair(replace(spec, policy="auto"), **options)
+    for target in targets:
+        shared = target.policy.shared
+        assert (shared is not None) == target.overlap
+        target.policy.cost = LineCost(first=first, per_row=per_row)
+        if shared is not None:
+            shared._cost = target.policy.cost
+            shared.took = lambda stats: None  # type: ignore[method-assign]
+    return targets
+
+
+def drafting(seen: list[StepStats]) -> list[StepStats]:
+    return [stats for stats in seen if stats.drafts]
+
+
+AUTO = {
+    "eagle3 chain": heads.chain("eagle3", 4, head=heads.knowing_head("eagle3")),
+    "eagle3 tree": heads.tree("eagle3", nodes=16, width=2, head=heads.knowing_head("eagle3", flat=0.3, noise_share=0.3)),
+    "peagle chain": heads.chain("peagle", 3, head=heads.knowing_head("peagle")),
+    "peagle tree": heads.tree("peagle", nodes=8, width=2, head=heads.knowing_head("peagle")),
+}
+
+
+@pytest.mark.parametrize("shape", AUTO.values(), ids=AUTO)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("count", [1, 5])
+def test_auto_follows(shape: SpecConfig, temperature: float, count: int) -> None:
+    """What is said is the same; nine of ten drafting steps follow another, and all statistics are there."""
+    targets, seen = auto(shape, kind="last"), list[StepStats]()
+    targets[1].observers.append(lambda stats: seen.append(stats))
+    asked = {f"r{i}": ([i + 3, *P], SamplingParams(temperature=temperature, seed=i, ignore_eos=True, max_tokens=60 + i)) for i in range(count)}
+    asked |= {f"s{i}": request for i, request in enumerate(asked.values())}  # the same once more, with what has been learned
+    log = Log()
+    found = [run(targets[0], asked), run(targets[1], asked, log=log)]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+    drafts = drafting(seen)
+    assert len(drafts) > 0.7 * len(seen)
+    late = drafts[4:]
+    assert sum(stats.waited is None for stats in late) >= 0.9 * len(late)
+    accepted = sum(output.metrics.accepted for output in found[1].values())
+    assert accepted == sum(sum(stats.accepted.values()) for stats in seen) > 20
+    assert targets[1].policy.gain() is not None
+
+
+def test_auto_gives_up_a_head_that_is_worth_nothing() -> None:
+    """It is seen in steps that nobody waits for, and probed again later."""
+    targets, seen = auto(heads.chain("eagle3", 4)), list[StepStats]()
+    targets[1].observers.append(lambda stats: seen.append(stats))
+    for turn in range(4):
+        asked = {f"{turn}": ([turn + 3, *P], SamplingParams(temperature=0.9, seed=turn, ignore_eos=True, max_tokens=100))}
+        found = [run(target, asked) for target in targets]
+        assert_same(found[1][f"{turn}"], found[0][f"{turn}"], tolerance=0)
+    drafts = drafting(seen)
+    assert any(stats.waited is None for stats in drafts)
+    assert 4 < len(drafts) < 0.15 * len(seen)
+    assert drafts[-1].step > 60  # probed
+
+
+def test_auto_mixes_with_requests_that_wait() -> None:
+    """A request that may not draft, and one whose law the host must look at, take the whole batch with them and give it back."""
+    shape = AUTO["eagle3 chain"]
+    asked: dict[str, Any] = {f"r{i}": ([i + 3, *P], replace(GREEDY, max_tokens=90)) for i in range(3)}
+    asked["off"] = (P, replace(GREEDY, max_tokens=12, speculation={"method": "off"}))
+    asked["law"] = (R, replace(GREEDY, max_tokens=10, repetition_penalty=1.3))
+    asked["told"] = (R, replace(GREEDY, max_tokens=10, logprobs=1))
+    targets, seen = auto(shape, kind="last"), list[StepStats]()
+    targets[1].observers.append(lambda stats: seen.append(stats))
+    found = [run(target, asked) for target in targets]
+    for name in asked:
+        assert_same(found[1][name], found[0][name], tolerance=0)
+    assert sum(stats.waited is None for stats in drafting(seen)[-10:]) >= 8
