@@ -7,8 +7,8 @@ they can have come, and reserves blocks for that. Trees may come out with fewer 
 seen by nobody and accepted by nobody. The host hears of tree and verdict with one copy, when it commits the step.
 
 Followed are steps in which everybody drafts with one head and one budget, whatever the verdict: laws are temperatures, nobody waits for
-admission, no head is on trial. The policy offers such budgets where `able` says that they would be followed. Nobody keeps a batch from it by
-ending: who surely ends in the step before is left out, who turns out to have ended is dropped (`overlap.landed`), and drafts that no
+admission, no head is on trial. The policy offers such budgets where `able` says that they would be followed. Nobody keeps a batch from it
+by ending: who surely ends in the step before is left out, who turns out to have ended is dropped (`overlap.landed`), and drafts that no
 request has room for are cut by the verdict. A step that waits instead says why (`Wait`).
 """
 
@@ -88,7 +88,7 @@ class Behind:
         return None
 
     def follow(self, flight: Flight, budgets: Mapping[Sequence, SpecBudget]) -> Flight | Wait:
-        """The step behind `flight`, which nothing hinders, given to the device; or why it waits. budgets: what each sequence may draft then."""
+        """The step behind `flight`, which nothing hinders, given to the device; or why it waits. budgets: what each may draft then."""
         start, parts = time.perf_counter(), self._parts
         most = flight.verdict.committed.shape[1]
         index = [i for i, share in enumerate(flight.plan.scheduled) if share.seq.remaining > 1]

@@ -29,7 +29,8 @@ from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
 from specdec.spec.heads import load_heads, taps_of, wants_hidden
-from specdec.spec.policy import SpecPolicy, make_policy
+from specdec.spec.make import make_policy
+from specdec.spec.policy import SpecPolicy
 from specdec.spec.proposer import DrafterContext, Proposer, create_for
 from specdec.spec.verify import Verifier
 from specdec.tokenizer import Tokenizer
@@ -137,7 +138,6 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
         recorder=recorder,
     )
     proposers = create_for(context)
-    most = min(config.max_num_batched_tokens, ROWS[-1]) if recorder is not None else config.max_num_batched_tokens
     return Parts(
         name=os.path.basename(os.path.normpath(config.model)),
         quantization=loaded.quantization,
@@ -157,8 +157,8 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             key=_costs_key(loaded, kv_dtype, device),
             max_model_len=size.max_model_len,
             cache=cache_dir() / "costs",
-            sizes=ROWS if recorder is not None else (),
-            max_rows=most if config.overlaps(device.type) else None,
+            sizes=() if recorder is None else ROWS,
+            max_rows=_most_rows(config, recorder) if config.overlaps(device.type) else None,
         ),
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),
@@ -170,6 +170,11 @@ def _recorder(config: EngineConfig, device: torch.device) -> Callable[[], Record
     if device.type != "cuda" or config.enforce_eager or ops.WHY_NO_TRITON is not None:
         return None
     return partial(CudaRecorder, device)
+
+
+def _most_rows(config: EngineConfig, recorder: Callable[[], Recorder] | None) -> int:
+    """Of a step that follows another: beyond what is recorded passes are slow."""
+    return config.max_num_batched_tokens if recorder is None else min(config.max_num_batched_tokens, ROWS[-1])
 
 
 def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:

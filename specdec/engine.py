@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.behind import Behind, Wait
-from specdec.commit import compaction, count, move, open_stats
+from specdec.commit import clocked, compaction, count, move, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
 from specdec.overlap import Flight, Launcher, landed
 from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.portfolio import draft
+from specdec.spec.watch import DrafterHealth
 from specdec.trace import Trace
-from specdec.types import DrafterHealth, RequestOutput, Scheduled, SpecBudget, StepPlan, StepStats
+from specdec.types import RequestOutput, Scheduled, SpecBudget, StepPlan, StepStats
 
 if TYPE_CHECKING:
     from specdec.boot import Parts
@@ -41,14 +42,10 @@ class Engine:
         self.model_name, self.quantization = parts.name, parts.quantization
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
-        self.vocab_size = parts.model_config.vocab_size
-        self.max_model_len = parts.max_model_len
-        self.scheduler = parts.scheduler
-        self.builder = parts.builder
-        self.runner = parts.runner
-        self.kv = parts.kv
-        self.sampling = parts.sampling
-        self.verifier = parts.verifier
+        self.vocab_size, self.max_model_len = parts.model_config.vocab_size, parts.max_model_len
+        self.scheduler, self.builder = parts.scheduler, parts.builder
+        self.runner, self.kv = parts.runner, parts.kv
+        self.sampling, self.verifier = parts.sampling, parts.verifier
         self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
         self.behind = Behind(self.launcher, parts)
         self.overlap = config.overlaps(parts.builder.device.type)
@@ -139,9 +136,9 @@ class Engine:
         start, plan = time.perf_counter(), self._plan()
         if not plan.scheduled:
             return None
-        tree, waits = draft(plan, self.proposers, self.policy, self.sampling), self._waits
-        self._waits, seconds = None, self.policy.take_drafting()
-        return replace(self.launcher.launch(plan, tree, start), drafter_seconds=seconds, waited=None if waits is None else waits.value)
+        flight = self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start)
+        waits, self._waits = self._waits, None
+        return replace(flight, drafter_seconds=self.policy.take_drafting(), waited=None if waits is None else waits.value)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """The step behind `flight`, unless it takes a verdict to know it."""
@@ -206,8 +203,7 @@ class Engine:
             b += 1
         self._observe(flight)
         self._settle(plan)
-        stats.drafter_seconds, stats.waited = flight.drafter_seconds, flight.waited
-        return self._close_stats(stats, flight.clock)
+        return self._close_stats(stats, flight)
 
     # -- commit, in parts -------------------------------------------------------------------------------------------
 
@@ -238,13 +234,8 @@ class Engine:
             moved[seq.request_id] = self._requests[seq.request_id]
         self._ready.extend(moved.values())
 
-    def _close_stats(self, stats: StepStats, clock: tuple[float, float, float]) -> StepStats:
-        start, drafted, forwarded = (max(moment, self._ended) for moment in clock)  # a flight began while another was committed
-        self._ended = end = time.perf_counter()
-        stats.draft_seconds = drafted - start
-        stats.forward_seconds = forwarded - drafted
-        stats.verify_seconds = end - forwarded
-        stats.step_seconds = end - start
+    def _close_stats(self, stats: StepStats, flight: Flight) -> StepStats:
+        self._ended = clocked(stats, flight, self._ended)
         stats.skipped = self.policy.take_skipped()
         stats.drafter_states = self.policy.states()
         stats.gain = self.policy.gain()

@@ -15,7 +15,8 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specdec.types import DrafterHealth, RequestOutput, StepStats
+from specdec.spec.watch import DrafterHealth
+from specdec.types import RequestOutput, StepStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TINY = (0.0001, 0.00025, 0.0005, *SHORT[:11])  # one draft or one verification

@@ -206,8 +206,8 @@ class Scheduler:
         return Applied(tuple(copies), released)
 
     def extend(self, slots: Mapping[Sequence, int]) -> bool:
-        """Room for the step that follows each sequence's step in flight, beyond what its plan reserved: so many slots in all. False, changing
-        nothing, where there are not blocks for everybody."""
+        """Room for the step that follows each sequence's step in flight, beyond what its plan reserved: so many slots in all. False,
+        changing nothing, where there are not blocks for everybody."""
         size = self.config.block_size
         missing = sum(max(0, blocks_for(count, size) - len(seq.block_tables[0])) for seq, count in slots.items())
         if any(pool.num_free < missing for pool in self.pools):

@@ -245,17 +245,6 @@ class StepStats:
     gain: float | None = None  # tokens per second over what the policy expects of plain decoding; None = unknown
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterHealth:
-    """What befell the drafters of an engine. alarms: collapses of acceptance so far, by drafter (absent: none). collapsed: whether the
-    last one still holds, for every drafter there is. head_swaps: heads loaded or dropped while running; head_rollbacks: undone."""
-
-    alarms: dict[str, int]
-    collapsed: dict[str, bool]
-    head_swaps: int = 0
-    head_rollbacks: int = 0
-
-
 @dataclass(slots=True)
 class RequestMetrics:
     """Per-request measurements. Times are seconds on the monotonic clock of the process."""

@@ -168,7 +168,8 @@ class Ledger:
 
 
 class DrafterRecord:
-    """All statistics of one drafter over all sequences; `profile` and `pace` of what it drafts alike for a whole batch. promise: net tokens per step it is expected to win, before any evidence.
+    """All statistics of one drafter over all sequences; `profile` and `pace` of what it drafts alike for a whole batch. promise: net tokens
+    per step it is expected to win, before any evidence.
     rates: known from earlier."""
 
     WELCOME = 4  # while it does not pay, it is tried soon after the start of every so many sequences only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from specdec.spec.acceptance import SequenceRecord, expected_tokens
 from specdec.spec.allocate import MIN_GAIN, plain_seconds
@@ -14,6 +15,23 @@ PROBE_NODES = 3  # root included
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 EXPLORE = 16  # every so many steps another drafter than the best is asked
 HOME = 0.15  # tokens per step by which another drafter must beat the first one
+
+
+class Bounds(NamedTuple):
+    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
+    least_chance: of the likeliest node. row: seconds of the first row more."""
+
+    batch: int
+    widest: int
+    least_chance: float
+    row: float
+
+
+def bounds_of(contexts: Seq[int], cost: StepCost) -> Bounds:
+    """Those of sequences with these contexts."""
+    batch = len(contexts)
+    row = cost.base(batch + 1, batch) - cost.base(batch, batch)
+    return Bounds(batch, widest(contexts, cost), least_chance(contexts, cost), row)
 
 
 def widest(contexts: Seq[int], cost: StepCost) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, SequenceRecord
+from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, SequenceRecord, band_of, synthesise
 from specdec.spec.alarm import Trial, trials_of
+from specdec.spec.choice import PROBE_NODES
 from specdec.spec.limits import Limits, limits_of
 from specdec.spec.proposer import Proposer
 from specdec.spec.watch import Comparison, Watch
@@ -19,6 +20,8 @@ from specdec.types import DraftTree, Scheduled, Verdict
 
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
+
+HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
 
 
 @dataclass(slots=True)
@@ -68,6 +71,26 @@ class Experience:
             ledger = Ledger(max((r.value.mean() for r in records.values()), default=0.0))
             state = self.states[seq] = State(limits, records, ledger)
         return state
+
+    def corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
+        """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
+        state, name = self.states.get(share.seq), share.budget.drafter
+        if count < 2 or state is None or name is None:
+            return [1.0], False
+        record = state.records[name]
+        if raw[1] <= 0.0:
+            synthesise(raw, parents, count, record.rates)
+        factors = [record.believed(band) for band in range(3)]
+        probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
+        if probe:
+            count = min(count, PROBE_NODES)
+            factors = [max(f, HOPE) for f in factors]
+        on_trial = state.probe or name in self.watch.comparisons  # to be seen at work, whatever it claims
+        scores = [1.0]
+        for i in range(1, count):
+            chance, above = raw[i] * factors[band_of(raw[i])], scores[parents[i]]
+            scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
+        return scores, probe
 
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""

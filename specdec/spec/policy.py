@@ -13,16 +13,15 @@ Where heads draft behind a step in flight the whole batch gets one budget, and n
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import band_of, synthesise
+from specdec.spec.acceptance import band_of
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
-from specdec.spec.choice import PROBE_NODES, choose, least_chance, paying_depth, widest
-from specdec.spec.cost import StepCost, measure_costs
+from specdec.spec.choice import PROBE_NODES, Bounds, bounds_of, choose, paying_depth
+from specdec.spec.cost import StepCost
 from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
 from specdec.spec.meter import Meter
@@ -36,20 +35,9 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
-HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
 OWED = 0.9  # largest share of a draft's time that is put down to what was owed
 NOBODY: Mapping[str, int] = {}
 REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
-
-
-class Bounds(NamedTuple):
-    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
-    least_chance: of the likeliest node. row: seconds of the first row more."""
-
-    batch: int
-    widest: int
-    least_chance: float
-    row: float
 
 
 class SpecPolicy:
@@ -121,8 +109,7 @@ class SpecPolicy:
         self._token_seconds = plain_seconds(contexts, self.cost) / batch
         self._bounds_age += 1
         if self._bounds.batch != batch or self._bounds_age > REFRESH:
-            row = self.cost.base(batch + 1, batch) - self.cost.base(batch, batch)
-            self._bounds, self._bounds_age = Bounds(batch, widest(contexts, self.cost), least_chance(contexts, self.cost), row), 1
+            self._bounds, self._bounds_age = bounds_of(contexts, self.cost), 1
 
     def _budget_one(self, seq: Sequence, batch: int, without: Collection[str]) -> SpecBudget:
         state = self._begin(seq)
@@ -241,15 +228,8 @@ class SpecPolicy:
 
     def expected(self, tree: DraftTree, shares: tuple[Scheduled, ...], *, waited: bool = False) -> None:
         """Trees on the host that are verified as they were drafted, and perhaps have been. waited: not behind a step in flight."""
-        budget = max((share.budget for share in shares if share.budget.shared), key=lambda b: (b.nodes, b.depth), default=None)
-        if self.shared is None or budget is None or budget.drafter is None or tree.score is None:
-            return
-        self.shared.drafted(budget, tree)
-        spent = self.shared.spent(budget, [share.seq for share in shares], waited=waited)
-        for share, scores, count in zip(shares, tree.score.tolist(), tree.host.num_nodes, strict=True):
-            state = self.experience.states.get(share.seq)
-            if state is not None and share.budget.shared:
-                state.pending = Pending(budget.drafter, scores[:count], spent, False, shared=True)
+        if self.shared is not None:
+            self.shared.expected(tree, shares, waited=waited)
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
         """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
@@ -270,7 +250,7 @@ class SpecPolicy:
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
         candidates, probes = [], []
         for b, share in enumerate(shares):
-            scores, probe = self._corrected(share, raw[b], parents[b], counts[b])
+            scores, probe = self.experience.corrected(share, raw[b], parents[b], counts[b])
             state = self.experience.states.get(share.seq)
             headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
             candidates.append(Candidate(scores, share.seq.num_computed, headroom))
@@ -283,26 +263,6 @@ class SpecPolicy:
             return tree
         names = [share.budget.drafter if len(k) > 1 else None for share, k in zip(shares, chosen.kept, strict=True)]
         return tree_from_lists([subtree(t, p, s, k) for t, p, s, k in zip(tokens, parents, raw, chosen.kept, strict=True)], names)
-
-    def _corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
-        """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
-        state, name = self.experience.states.get(share.seq), share.budget.drafter
-        if count < 2 or state is None or name is None:
-            return [1.0], False
-        record = state.records[name]
-        if raw[1] <= 0.0:
-            synthesise(raw, parents, count, record.rates)
-        factors = [record.believed(band) for band in range(3)]
-        probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
-        if probe:
-            count = min(count, PROBE_NODES)
-            factors = [max(f, HOPE) for f in factors]
-        on_trial = state.probe or name in self.experience.watch.comparisons  # to be seen at work, whatever it claims
-        scores = [1.0]
-        for i in range(1, count):
-            chance, above = raw[i] * factors[band_of(raw[i])], scores[parents[i]]
-            scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
-        return scores, probe
 
     def _expect(self, share: Scheduled, scores: list[float], drafted: tuple[int, int], seconds: float, probe: bool) -> None:
         """scores: of the nodes that stayed. drafted: nodes and depth before the cut."""
@@ -342,26 +302,3 @@ class SpecPolicy:
     def gain(self) -> float | None:
         """See `Meter`."""
         return self._meter.gain()
-
-
-def make_policy(
-    config: SpecConfig,
-    proposers: Mapping[str, Proposer],
-    measure: Callable[[int, int], float],
-    *,
-    key: str = "",
-    max_model_len: int = 256,
-    cache: Path | None = None,
-    sizes: tuple[int, ...] = (),
-    max_rows: int | None = None,
-) -> SpecPolicy:
-    """The policy for an engine. Costs are measured only when they will be used: policy="auto" and a drafter.
-
-    measure: (rows, context) → seconds of a target pass. key, cache, sizes: as in `measure_costs`. max_rows: as in `SpecPolicy`.
-    """
-    if not proposers or config.policy == "fixed":
-        return SpecPolicy(config, proposers, None)
-    far = max(2, min(1024, max_model_len - 64))
-    rows = max(1, min(64, max_model_len - far))
-    cost = measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key, sizes=sizes)
-    return SpecPolicy(config, proposers, cost, max_rows)

@@ -22,12 +22,12 @@ import numpy as np
 
 from specdec.spec.allocate import MIN_GAIN
 from specdec.spec.cost import StepCost
-from specdec.spec.experience import Experience, State
+from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
 from specdec.spec.median import Median
 from specdec.spec.profile import Shape
 from specdec.spec.proposer import Proposer
-from specdec.types import NO_DRAFT, DraftTree, SpecBudget, StepStats
+from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats
 
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
@@ -210,7 +210,9 @@ class Shared:
 
     def _theirs(self, seqs: Seq[Sequence], states: Seq[State], others: list[list[str]], plain: float) -> float:
         """Tokens a second and sequence if each had the best of them that finds anything now, in steps that wait."""
-        values = [max(((state.records[n].value.mean(), n) for n in names), default=(0.0, "")) for state, names in zip(states, others, strict=True)]
+        values = [
+            max(((state.records[n].value.mean(), n) for n in names), default=(0.0, "")) for state, names in zip(states, others, strict=True)
+        ]
         won = [value for seq, (value, name) in zip(seqs, values, strict=True) if value > 0.0 and _outlook(self._proposers[name], seq) > 0.0]
         theirs = (1.0 + sum(won) / len(seqs)) / (plain + self.exposed)
         if theirs * plain > SWITCH:
@@ -230,16 +232,19 @@ class Shared:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def spent(self, budget: SpecBudget, seqs: Seq[Sequence], *, waited: bool) -> float:
-        """Tokens a sequence that such a step costs over a plain one. waited: it does not follow another."""
-        seconds = self._seconds(budget.drafter or "", Shape(budget.nodes, budget.depth), seqs)
-        return (seconds + self._change * waited) / self._plain(seqs) - 1.0
-
-    def drafted(self, budget: SpecBudget, tree: DraftTree) -> None:
-        """Trees of this budget, as they are verified."""
-        assert tree.score is not None
-        profile, counts = self._experience.drafters[budget.drafter or ""].profile, np.array(tree.host.num_nodes)
-        profile.learn(tree.score.numpy(), tree.depth.numpy(), counts, Shape(budget.nodes, budget.depth))
+    def expected(self, tree: DraftTree, shares: Seq[Scheduled], *, waited: bool) -> None:
+        """Trees on the host that are verified as they were drafted, and perhaps have been. waited: not behind a step in flight."""
+        budget = max((s.budget for s in shares if s.budget.shared), key=lambda b: (b.nodes, b.depth), default=NO_DRAFT)
+        drafter = self._experience.drafters.get(budget.drafter or "")
+        if drafter is None or budget.drafter is None or tree.score is None:
+            return
+        shape, seqs, counts = Shape(budget.nodes, budget.depth), [share.seq for share in shares], tree.host.num_nodes
+        drafter.profile.learn(tree.score.numpy(), tree.depth.numpy(), np.array(counts), shape)
+        spent = (self._seconds(budget.drafter, shape, seqs) + self._change * waited) / self._plain(seqs) - 1.0
+        for share, scores, count in zip(shares, tree.score.tolist(), counts, strict=True):
+            state = self._experience.states.get(share.seq)
+            if state is not None and share.budget.shared:
+                state.pending = Pending(budget.drafter, scores[:count], spent, False, shared=True)
 
     def took(self, stats: StepStats) -> None:
         """A step of decoding alone. One after a change of budgets waited for it, which the next do not."""

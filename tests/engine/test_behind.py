@@ -336,7 +336,9 @@ def test_auto_follows(shape: SpecConfig, temperature: float, count: int) -> None
     """What is said is the same; nine of ten drafting steps follow another, and all statistics are there."""
     targets, seen = auto(shape, kind="last"), list[StepStats]()
     targets[1].observers.append(lambda stats: seen.append(stats))
-    asked = {f"r{i}": ([i + 3, *P], SamplingParams(temperature=temperature, seed=i, ignore_eos=True, max_tokens=60 + i)) for i in range(count)}
+    asked = {
+        f"r{i}": ([i + 3, *P], SamplingParams(temperature=temperature, seed=i, ignore_eos=True, max_tokens=60 + i)) for i in range(count)
+    }
     asked |= {f"s{i}": request for i, request in enumerate(asked.values())}  # the same once more, with what has been learned
     log = Log()
     found = [run(targets[0], asked), run(targets[1], asked, log=log)]

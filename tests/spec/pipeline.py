@@ -1,4 +1,4 @@
-"""A model-free engine loop that is a step ahead: budgets are asked for before the last verdict is known, as `Engine` does. Time is simulated."""
+"""A model-free engine loop that is a step ahead, as `Engine`: budgets are asked for before the last verdict is known. Time is simulated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Head(Fake):
 
 @dataclass
 class Times:
-    """Seconds of an H200 and an 8B model, about. depth: of a pass of the head; wait, plain_wait: of the host, where a step with drafts, or one
-    without, does not follow another."""
+    """Seconds of an H200 and an 8B model, about. depth: of a pass of the head; wait, plain_wait: of the host, where a step with drafts, or
+    one without, does not follow another."""
 
     cost: LineCost = field(default_factory=lambda: LineCost(first=3.4e-3, per_row=2e-5))
     depth: float = 2.5e-4
@@ -121,7 +121,9 @@ class Pipeline:
             self.policy.expected(tree, shares)
         elif deepest:
             tree = self.policy.trim(tree, shares)
-        rows = len(shares) * max(share.budget.nodes for share in shares) if deepest and shares[0].budget.shared else sum(tree.host.num_nodes)
+        rows = (
+            len(shares) * max(share.budget.nodes for share in shares) if deepest and shares[0].budget.shared else sum(tree.host.num_nodes)
+        )
         times = self.times
         seconds = times.cost.base(rows, len(shares)) + (times.fixed + times.depth * deepest if deepest and self._heads(shares) else 0.0)
         seconds += 0.0 if follows else times.wait if max(tree.host.num_nodes) > 1 else times.plain_wait

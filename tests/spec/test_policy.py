@@ -22,8 +22,9 @@ from specdec.spec.acceptance import (
 from specdec.spec.allocate import Candidate, allocate
 from specdec.spec.choice import least_chance, paying_depth, widest
 from specdec.spec.limits import Limits, limits_of
+from specdec.spec.make import make_policy
 from specdec.spec.median import Median
-from specdec.spec.policy import SpecPolicy, make_policy
+from specdec.spec.policy import SpecPolicy
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.types import NO_DRAFT, Scheduled, SpecBudget, StepStats
 from tests.spec.drafting import judge, lists, sequence
