@@ -102,9 +102,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, oracle: Callable[[Sequence], Seq[int]] | None) -> Parts:
-    groups = loaded.config.kv_groups()
     kv_dtype = loaded.model.dtype if config.kv_dtype == "auto" else _kv_dtype(config.kv_dtype)
-    spec, heads = config.speculation, load_heads(config.speculation, loaded)
+    groups, spec, heads = loaded.config.kv_groups(), config.speculation, load_heads(config.speculation, loaded)
     size = _pool_size(config, loaded.config, kv_dtype, device, _companion_bytes(config, device, heads))
     pools = [BlockPool(n, group.name) for n, group in zip(size.num_blocks, groups, strict=True)]
     kv = KVCache(
@@ -118,8 +117,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     )
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
     scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads))
-    taps = taps_of(heads.values())
-    recorder = _recorder(config, device)
+    taps, recorder = taps_of(heads.values()), _recorder(config, device)
     runner = ModelRunner(loaded.model, kv, device, taps=taps, recorder=recorder, blocks=scheduler.tables.tensor.shape[2])
     context = DrafterContext(
         config=spec,
@@ -158,7 +156,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             max_model_len=size.max_model_len,
             cache=cache_dir() / "costs",
             sizes=() if recorder is None else ROWS,
-            max_rows=_most_rows(config, recorder) if config.overlaps(device.type) else None,
+            max_rows=_most_rows(config, device, recorder),
         ),
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),
@@ -172,8 +170,10 @@ def _recorder(config: EngineConfig, device: torch.device) -> Callable[[], Record
     return partial(CudaRecorder, device)
 
 
-def _most_rows(config: EngineConfig, recorder: Callable[[], Recorder] | None) -> int:
-    """Of a step that follows another: beyond what is recorded passes are slow."""
+def _most_rows(config: EngineConfig, device: torch.device, recorder: Callable[[], Recorder] | None) -> int | None:
+    """Of a step that follows another: beyond what is recorded passes are slow. None: no step does."""
+    if not config.overlaps(device.type):
+        return None
     return config.max_num_batched_tokens if recorder is None else min(config.max_num_batched_tokens, ROWS[-1])
 
 

@@ -128,6 +128,7 @@ class Metrics:
         self.accepted_tokens = count("spec_accepted_tokens_total", "Draft tokens accepted", "drafter")
         self.accepted_position = count("spec_accepted_position_total", "Drafts accepted at this depth (1 = first)", "drafter", "position")
         self.skipped = count("spec_skipped_total", "Sequences that decoded a step without a draft", "reason")
+        self.waited = count("spec_waited_total", "Steps behind one with drafts of heads that waited for its verdict", "reason")
         self.draft_seconds = Histogram("specdec_draft_seconds", "Drafting, per step", buckets=TINY, registry=self.registry)
         self.verify_seconds = Histogram("specdec_verify_seconds", "Verification, per step", buckets=TINY, registry=self.registry)
         self.gain = Gauge(
@@ -159,6 +160,8 @@ class Metrics:
                 self.accepted_position.labels(drafter, str(i + 1)).inc(amount)
         for reason, amount in stats.skipped.items():
             self.skipped.labels(reason).inc(amount)
+        if stats.waited is not None:
+            self.waited.labels(stats.waited).inc()
         for drafter, states in stats.drafter_states.items():
             for state in STATES:
                 self.drafter_state.labels(drafter, state).set(states.get(state, 0))

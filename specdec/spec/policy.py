@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
+HICCUP = 10.0  # plain steps of a sequence that no draft takes: a compiler or a recorder was at work
 OWED = 0.9  # largest share of a draft's time that is put down to what was owed
 NOBODY: Mapping[str, int] = {}
 REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
@@ -55,6 +56,7 @@ class SpecPolicy:
         self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
         self._owed: defaultdict[str, float] = defaultdict(float)  # seconds besides drafting that this step's drafts take, by drafter
         self._meter = Meter(cost)
+        self._alike_all = False  # the last budgets are one for all
         self._drafting = 0.0  # seconds spent in drafters, until somebody asks
         self._shared = None if self.fixed or cost is None or max_rows is None else Shared(cost, self.experience, proposers, max_rows)
 
@@ -71,11 +73,12 @@ class SpecPolicy:
             return {}
         self.experience.watch.tick()
         self._owed.clear()
-        if ahead and self.shared is not None:
-            budget = self.shared.choose(decoding, ahead)
-            if budget is not None:
-                return {seq: self._alike(seq, budget) for seq in decoding}
-        without = self.shared.managed if ahead and self.shared is not None else {}
+        shared = self.shared if ahead else None
+        budget = None if shared is None else shared.choose(decoding, ahead)
+        self._alike_all = budget is not None
+        if budget is not None:
+            return {seq: self._alike(seq, budget) for seq in decoding}
+        without = {} if shared is None else shared.managed
         self._look([seq.num_computed for seq in decoding])
         return {seq: self._budget_one(seq, len(decoding), without) for seq in decoding}
 
@@ -217,9 +220,12 @@ class SpecPolicy:
     def drafted(self, name: str, seconds: float, tree: DraftTree) -> None:
         """`name` took `seconds` to draft these trees."""
         self._drafting += seconds
+        if self._alike_all:
+            return  # seen in whole steps
         deepest = max(max(depths) for depths in tree.host.depth)
         seconds -= min(self._owed[name], OWED * seconds)
-        self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
+        trees = len(tree.host.num_nodes)
+        self.experience.drafters[name].took(seconds / (trees * max(1, deepest)), hiccup=seconds > HICCUP * trees * self._token_seconds)
 
     def take_drafting(self) -> float:
         """Seconds spent in drafters since the last call."""

@@ -23,6 +23,7 @@ EVERY = 4  # trees of every so many steps are looked at, once some have been
 FRESH = 0.95  # of what was promised and accepted a step later
 DOUBT = 1.0  # promised tokens a sequence that honesty is taken for granted for
 GENEROUS = 8.0  # most that chances may have been too low
+ENOUGH, WINDOW = 5, 15  # steps that say what a shape takes, the first of which may have recorded it; steps that a median is of
 TRIAL = 8  # steps over which what is hoped of a drafter gives way to what it showed
 
 
@@ -115,9 +116,6 @@ def _continued(row: np.ndarray) -> np.ndarray:
 class Pace:
     """Seconds that steps of each shape take beyond the target's pass, medians of the latest, by size of the batch."""
 
-    ENOUGH = 5  # steps that say so; the first ones of a shape may be those that record it
-    WINDOW = 15
-
     def __init__(self) -> None:
         self._recent: dict[tuple[int, Shape], Median] = {}
         self._counts: Counter[tuple[int, Shape]] = Counter()
@@ -126,9 +124,9 @@ class Pace:
     def add(self, shape: Shape, batch: int, seconds: float) -> None:
         """One step of `batch` sequences, less the pass that the cost model expects."""
         key = batch.bit_length(), shape
-        median = self._recent.setdefault(key, Median(self.WINDOW)).add(seconds)
+        median = self._recent.setdefault(key, Median(WINDOW)).add(seconds)
         self._counts[key] += 1
-        if self._counts[key] >= self.ENOUGH:
+        if self._counts[key] >= ENOUGH:
             self._known[key] = median
 
     def beyond(self, shape: Shape, batch: int) -> float | None:

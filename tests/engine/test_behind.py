@@ -273,7 +273,7 @@ def test_what_waits_for_the_verdict(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", ["eagle3 chain", "eagle3 tree", "following tree"])
 def test_requests_that_end_at_different_times_keep_being_followed(shape: str) -> None:
-    """One of 12 ends nearly always; only the first step, and one in which everybody may end, wait."""
+    """One of 12 ends nearly always; only steps before which everybody may have ended wait."""
     targets, seen = pair(SHAPES[shape]), list[StepStats]()
     targets[1].observers.append(lambda stats: seen.append(stats))
     asked = {name: (ids, replace(params, max_tokens=6 + 3 * i)) for i, (name, (ids, params)) in enumerate(requests(12, 0.9).items())}
@@ -281,7 +281,7 @@ def test_requests_that_end_at_different_times_keep_being_followed(shape: str) ->
     for name in asked:
         assert_same(found[1][name], found[0][name], tolerance=0)
     waited = [stats.waited for stats in seen if stats.waited is not None]
-    assert len(seen) > 20 and set(waited) <= {"end", "budget"} and len(waited) <= 2
+    assert len(seen) > 20 and set(waited) <= {"end", "budget"} and len(waited) <= 4
 
 
 def test_up_to_the_last_position_that_a_model_has() -> None:
