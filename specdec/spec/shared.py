@@ -43,6 +43,7 @@ PROBE = Shape(3, 2)
 PROBE_STEPS, JUDGED = 5, 3  # steps of a probe, and looks at what it showed: the last of its steps, and one
 SETTLED = 64  # steps of drafting after which pauses are short again
 ASK, SELDOM = 16, 256  # steps between two looks at other drafters
+MIXED = SpecBudget("")  # stands for those of a step in which they differ
 LIKELY = 0.6  # how sure of its first token another drafter must be to be asked
 
 
@@ -248,9 +249,9 @@ class Shared:
 
     def took(self, stats: StepStats) -> None:
         """A step of decoding alone. One after a change of budgets waited for it, which the next do not."""
-        budget, before = stats.budget, self._before
+        budget, before = stats.budget or MIXED, self._before
         self._before = budget
-        if budget is None or not (budget.shared or budget == NO_DRAFT):
+        if not (budget.shared or budget == NO_DRAFT):
             self._waited(stats)
         elif budget == before or before is None:
             self._steady(budget, stats)
@@ -269,8 +270,10 @@ class Shared:
             self._experience.drafters[budget.drafter].pace.add(Shape(budget.nodes, budget.depth), batch, stats.step_seconds - expected)
 
     def _waited(self, stats: StepStats) -> None:
-        """A step of other drafters."""
+        """A step in which not all had one shared budget."""
         batch = stats.num_sampling
+        if not stats.drafts:
+            return
         nodes = max(1, round(stats.num_rows / batch))
         expected = self._cost.base(stats.num_rows, batch) + self._cost.attention(nodes, stats.context)
         self.exposed = max(0.0, self._waits.add(stats.step_seconds - stats.drafter_seconds - expected))

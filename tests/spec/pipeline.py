@@ -146,6 +146,7 @@ class Pipeline:
         budget = budgets.pop() if len(budgets) == 1 else None
         rows = sum(flown.tree.host.num_nodes)
         self.stats = StepStats(self.steps, count, rows, count, context, step_seconds=flown.seconds, committed=committed, budget=budget)
+        self.stats.drafts = {"any": 1} if rows > count else {}
         self.steps += 1
         for share in flown.shares:
             if share.seq.remaining == 0:
