@@ -54,10 +54,10 @@ def _yarn_keeps(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rotary:
-    """`cos`, `sin`: [positions, head_dim / 2] f32 on `device`, indexed by absolute position (and `SLACK` more); one pair for all layers.
-    YaRN's attention factor is in both, hence twice in every score."""
+    """`cos`, `sin`: [positions, head_dim / 2] f32 on `device`, indexed by absolute position; one pair for all layers. YaRN's attention
+    factor is in both, hence twice in every score."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, positions: int, *, device: torch.device):
-        angles = torch.outer(torch.arange(positions + SLACK).float(), inverse_frequencies(rope, head_dim))
+        angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(rope, head_dim))
         self.cos = (angles.cos() * rope.attention_factor).to(device)
         self.sin = (angles.sin() * rope.attention_factor).to(device)

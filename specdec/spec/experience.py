@@ -72,6 +72,15 @@ class Experience:
             state = self.states[seq] = State(limits, records, ledger)
         return state
 
+    def begin(self, seq: Sequence) -> State:
+        """A step of the sequence begins; its state."""
+        state = self.state(seq)
+        state.drafter, state.probe, state.owed = None, False, 0.0
+        state.ledger.steps += 1
+        for record in state.records.values():
+            record.step()
+        return state
+
     def corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
         """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
         state, name = self.states.get(share.seq), share.budget.drafter

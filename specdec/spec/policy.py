@@ -87,18 +87,9 @@ class SpecPolicy:
         """Who chooses for batches, where there are heads that can go ahead."""
         return self._shared if any(getattr(proposer, "width_ahead", 0) for proposer in self.proposers.values()) else None
 
-    def _begin(self, seq: Sequence) -> State:
-        """A step of the sequence begins."""
-        state = self.experience.state(seq)
-        state.drafter, state.probe, state.owed = None, False, 0.0
-        state.ledger.steps += 1
-        for record in state.records.values():
-            record.step()
-        return state
-
     def _alike(self, seq: Sequence, budget: SpecBudget) -> SpecBudget:
         """What the whole batch drafts, for one of it."""
-        state = self._begin(seq)
+        state = self.experience.begin(seq)
         if seq.remaining < 2 or budget.drafter is None:
             return self._skip("policy" if budget.drafter is None else "limit")
         state.drafter = budget.drafter
@@ -115,7 +106,7 @@ class SpecPolicy:
             self._bounds, self._bounds_age = bounds_of(contexts, self.cost), 1
 
     def _budget_one(self, seq: Sequence, batch: int, without: Collection[str]) -> SpecBudget:
-        state = self._begin(seq)
+        state = self.experience.begin(seq)
         limits = state.limits
         nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
@@ -261,7 +252,7 @@ class SpecPolicy:
             headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
             candidates.append(Candidate(scores, share.seq.num_computed, headroom))
             probes.append(probe)
-        chosen = allocate(candidates, self.cost, other_rows, self._waits())
+        chosen = allocate(candidates, self.cost, other_rows, 0.0 if any(probes) else self._waits())
         for b, share in enumerate(shares):
             drafted = counts[b], max(tree.host.depth[b])
             self._expect(share, [raw[b][i] for i in chosen.kept[b]], drafted, chosen.extra[b], probes[b])
@@ -282,6 +273,8 @@ class SpecPolicy:
         state.pending = Pending(name, scores, spent, probe)
         if len(scores) == 1:
             self._skipped["no_match" if drafted[0] == 1 else "policy"] += 1
+            if self._shared is not None:
+                state.records[name].dismiss()  # to ask made a step wait that could have followed another
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

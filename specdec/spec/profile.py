@@ -60,13 +60,12 @@ class Profile:
         at = np.where(depths == levels[:, None, None], values, 0.0)  # [D, B, N]
         until = np.where(depths <= levels[:, None, None], values, 0.0)
         best = -np.sort(-until, axis=2)[:, :, :width].mean(axis=1)
-        known = best.shape[1]
-        for mass, fresh, seen in (
-            (self._mass[1 : shape.depth + 1, :known], best, self._seen[1 : shape.depth + 1, :known]),
-            (self._spine[1 : shape.depth + 1], at.max(axis=2).mean(axis=1), self._seen[1 : shape.depth + 1, 0]),
-        ):
-            mass += np.maximum(LEARN, 1.0 / (seen + 1)) * (fresh - mass)
-        self._seen[1 : shape.depth + 1, :width] += 1  # what a tree has no node for has no chance
+        best = np.pad(best, ((0, 0), (0, width - best.shape[1])))  # what a tree has no node for has no chance
+        spine, rows = at.max(axis=2).mean(axis=1), slice(1, shape.depth + 1)
+        weight = np.maximum(LEARN, 1.0 / (self._seen[rows, :width] + 1))
+        self._mass[rows, :width] += weight * (best - self._mass[rows, :width])
+        self._spine[rows] += weight[:, 0] * (spine - self._spine[rows])
+        self._seen[rows, :width] += 1
         self._table = None
 
     def verified(self, promised: float, accepted: float) -> None:
