@@ -16,7 +16,7 @@ from specdec.batch import BatchBuilder
 from specdec.cache.kv import KVCache
 from specdec.cache.pool import BlockPool
 from specdec.cache.sizing import PoolSize, block_bytes, host_memory, size_pool
-from specdec.config import EngineConfig, SpecConfig
+from specdec.config import MAX_NODES, EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.kernels.kv_fp8 import FP8
@@ -174,7 +174,8 @@ def _most_rows(config: EngineConfig, device: torch.device, recorder: Callable[[]
     """Of a step that follows another: beyond what is recorded passes are slow. None: no step does."""
     if not config.overlaps(device.type):
         return None
-    return config.max_num_batched_tokens if recorder is None else min(config.max_num_batched_tokens, ROWS[-1])
+    most = min(config.max_num_batched_tokens, config.max_num_seqs * MAX_NODES)
+    return most if recorder is None else min(most, ROWS[-1])
 
 
 def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:

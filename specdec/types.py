@@ -218,7 +218,7 @@ class StepStats:
 
     alone: nothing but decoding ran. budget: what each sequence was allowed, where that is the same for all. drafter_seconds: in drafters,
     which `draft_seconds` has with all that comes before the pass; 0 where they drafted behind a step in flight. waited: why the step was
-    not begun behind one in which heads drafted, None = it was, or came behind another.
+    not begun behind one that drafted, None = it was, or came behind another.
     """
 
     step: int

@@ -33,6 +33,7 @@ from specdec.files import write_bytes
 from specdec.spec.median import Median
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+WIDE = (96, 128, 192, 256)  # of several sequences, where that many are recorded
 FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
 PAIRS = 3  # timings per ratio
 MEASURE_SECONDS = 3.0  # after that long, larger row counts are extrapolated; real steps correct them
@@ -201,14 +202,14 @@ def measure_costs(
 ) -> CostModel:
     """Time the target pass, or read the table kept from an earlier start on this machine.
 
-    measure: (rows of one tree, context keys) → seconds. cache: directory for tables, None = do not keep. key: names model,
-    dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or that fresh
+    measure: (rows of one tree, or of several beyond 64, context keys) → seconds. cache: directory for tables, None = do not keep. key:
+    names model, dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or that fresh
     timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
     machine, serves this process and is not kept.
     """
     name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]
     path = None if cache is None else cache / f"{name}.json"
-    rows = tuple(r for r in ROW_COUNTS if r <= max(1, max_rows))
+    rows = tuple(r for r in (*ROW_COUNTS, *WIDE) if r <= max(1, max_rows))
     near, far = min(64, max(1, max_context // 4)), max(2, max_context)
     measure(1, near)  # the first pass allocates and warms caches
     if path is not None:
@@ -225,7 +226,7 @@ def measure_costs(
     times, start, whole = {1: 1.0}, time.monotonic(), True
     longer = {1: _ratio(measure, (1, near), (1, far))}
     for r, before in zip(rows[1:], rows, strict=False):
-        if time.monotonic() - start > MEASURE_SECONDS:
+        if time.monotonic() - start > MEASURE_SECONDS * (2 if sizes else 1):  # what is recorded takes a while to record
             times[r], whole = times[before] * r / before, False  # rows beyond some count cost in proportion, at worst
             continue
         times[r] = _ratio(measure, (1, near), (r, near), ones)

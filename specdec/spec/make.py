@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specdec.config import SpecConfig
+from specdec.config import MAX_NODES, SpecConfig
 from specdec.spec.cost import measure_costs
 from specdec.spec.policy import SpecPolicy
 from specdec.spec.proposer import Proposer
@@ -29,6 +29,8 @@ def make_policy(
     if not proposers or config.policy == "fixed":
         return SpecPolicy(config, proposers, None)
     far = max(2, min(1024, max_model_len - 64))
-    rows = max(1, min(64, max_model_len - far))
+    rows = max(1, min(MAX_NODES, max_model_len - far))
+    if sizes and max_rows is not None and rows == MAX_NODES:
+        rows = max(rows, max_rows)
     cost = measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key, sizes=sizes)
     return SpecPolicy(config, proposers, cost, max_rows)
