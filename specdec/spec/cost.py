@@ -203,8 +203,8 @@ def measure_costs(
     """Time the target pass, or read the table kept from an earlier start on this machine.
 
     measure: (rows of one tree, or of several beyond 64, context keys) → seconds. cache: directory for tables, None = do not keep. key:
-    names model, dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or that fresh
-    timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
+    names model, dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or
+    that fresh timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
     machine, serves this process and is not kept.
     """
     name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]

@@ -15,6 +15,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.overlap import Flight
 from specdec.runner.graphs import Outputs
+from specdec.runner.runner import ModelRunner
 from specdec.spec.tree import ancestor_words, tree_from_lists
 from specdec.trace import TracedStep
 from specdec.types import Scheduled, StepPlan, StepStats
@@ -38,6 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(boot, "_recorder", lambda config, device: lambda: recorder)
+    monkeypatch.setattr(ModelRunner, "measure", lambda self, rows, context: 1.0 + 0.01 * rows)
 
 
 def pair(spec: SpecConfig, **options: Any) -> list[Engine]:
