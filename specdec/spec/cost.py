@@ -207,7 +207,8 @@ def measure_costs(
     that fresh timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
     machine, serves this process and is not kept.
     """
-    name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]
+    recorded = "|recorded" if sizes else ""
+    name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}{recorded}".encode()).hexdigest()[:20]
     path = None if cache is None else cache / f"{name}.json"
     rows = tuple(r for r in (*ROW_COUNTS, *WIDE) if r <= max(1, max_rows))
     near, far = min(64, max(1, max_context // 4)), max(2, max_context)
