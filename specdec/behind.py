@@ -113,7 +113,7 @@ class Behind:
         for offers in ([share.budget for share in flight.plan.scheduled], wanted.values()):
             offered = max(offers, key=lambda budget: (budget.nodes, budget.depth))
             alike = all(_clipped(offered, seq, parts.max_model_len) == _clipped(wanted[seq], seq, parts.max_model_len) for seq in seqs)
-            if alike and deepest <= offered.depth:
+            if alike and offered.drafter is not None and deepest <= offered.depth:
                 return offered
         return None
 

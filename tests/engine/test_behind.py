@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from specdec import boot
+from specdec.behind import Wait
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.overlap import Flight
 from specdec.runner.graphs import Outputs
 from specdec.runner.runner import ModelRunner
-from specdec.spec.tree import ancestor_words, tree_from_lists
+from specdec.spec.tree import ancestor_words, root_only, tree_from_lists
 from specdec.trace import TracedStep
-from specdec.types import Scheduled, StepPlan, StepStats
+from specdec.types import NO_DRAFT, Scheduled, SpecBudget, StepPlan, StepStats
 from tests.engine.test_overlap import STATISTICS, cached
 from tests.harness import GREEDY, Log, P, R, assert_same, drain, engine, run
 from tests.spec import heads
@@ -301,6 +302,18 @@ def test_late_ends_in_blocks_that_are_short() -> None:
     found = [run(target, asked) for target in targets]
     for name in asked:
         assert_same(found[1][name], found[0][name], tolerance=0)
+
+
+def test_behind_trees_of_roots_alone() -> None:
+    """Somebody was to draft, nobody did, and next nobody is to."""
+    target = pair(SHAPES["eagle3 chain"])[1]
+    target.add_request("a", P, GREEDY)
+    target.step()
+    seq = target.scheduler.running[0]
+    budget = SpecBudget("eagle3", 4, 3, 1, feeds=True)
+    target.scheduler.extend({seq: len(seq.tokens) + 8})
+    flight = target.launcher.launch(StepPlan((Scheduled(seq, 1, True, budget),)), root_only([seq.tokens[-1]]), 0.0)
+    assert target.behind.follow(flight, {seq: NO_DRAFT}) is Wait.BUDGET
 
 
 # -- the auto policy ----------------------------------------------------------------------------------------------------
