@@ -1,17 +1,17 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--deterministic] [--policy auto] [--pdl 0 1] [--cut chosen merged=0]
+        [--deterministic] [--policy auto] [--act fp8] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
 they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
 layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
-kernels whose bits do not depend on the batch. `--policy auto` drafts what the policy chooses, at most that much, after more steps to learn
-from; without it every step drafts all. Of steps that drafted it is told what, and how many waited for the last verdict.
-Beside the step its parts as the host sees them, the recorded pass of the target alone, replayed back to back (`pass_ms`), a prompt alone up
-to its first token (`prefill_ms`), and the time that the weights of a step take at the rate of a plain read, which no step can be faster
-than. `--pdl`: whether launches begin before the last one has ended
+kernels whose bits do not depend on the batch, `--act fp8` with activations in e4m3 too. `--policy auto` drafts what the policy chooses, at
+most that much, after more steps to learn from; without it every step drafts all. Of steps that drafted it is told what, and how many waited
+for the last verdict. Beside the step its parts as the host sees them, the recorded pass of the target alone, replayed back to back
+(`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the rate of a plain read,
+which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
 (`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
 `bench/results/decode.jsonl`.
 """
@@ -37,7 +37,7 @@ from bench.dummy_head import HEADS, dummy_head
 from bench.kernels_attention import cut_as
 from bench.schema import ROOT, append, environment
 from specdec.boot import build_engine, load_target
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import ACT_DTYPES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.models.load import LoadedModel
 
@@ -62,6 +62,7 @@ def config_of(
     device: str = "cuda",
     deterministic: bool = False,
     policy: str = "fixed",
+    act: str = "auto",
 ) -> EngineConfig:
     """head: method and directory of the draft head that finds the drafts, None = they are known."""
     spec, longest = SpecConfig(method="off"), PROMPT + 64 + (OUTPUT if policy == "fixed" else LEARNT)
@@ -82,6 +83,7 @@ def config_of(
         enforce_eager=eager,
         overlap=False if wait else None,
         deterministic=deterministic,
+        act_dtype=act,
     )
 
 
@@ -195,7 +197,7 @@ def records(
     **how: Any,
 ) -> Iterator[dict[str, Any]]:
     """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic,
-    policy."""
+    policy, act."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
     head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
     parser.add_argument("--policy", choices=("fixed", "auto"), default="fixed", help="who decides what is drafted")
+    parser.add_argument("--act", choices=ACT_DTYPES, default="auto", help="what FP8 weights are multiplied by; fp8 = W8A8")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
         "--pdl", type=int, nargs="+", choices=range(2), default=[None], help="0 = launches wait for the end of the one before"
@@ -231,11 +234,17 @@ def main() -> None:
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
     launches = list(product(args.pdl, args.cut))
-    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "policy": args.policy}
+    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "policy": args.policy, "act": args.act}
     for model in args.model:
         for record in records(model, args.batch, args.accept, args.steps, args.head, launches, **ways):
             append("decode", environment() | record)
-            flags = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "auto": args.policy == "auto"}
+            flags = {
+                "eager": args.eager,
+                "wait": args.wait,
+                "fixed": args.deterministic,
+                "a8": args.act == "fp8",
+                "auto": args.policy == "auto",
+            }
             how = " ".join(name for name, on in flags.items() if on) or "graphs"
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
             line += f", prompt {record['prefill_ms']}"

@@ -37,24 +37,28 @@ def weight(rows: int, columns: int, fp8: bool) -> seg.Weight:
 def segment(model: str, fp8: bool) -> seg.Segment:
     """Random weights of a layer of the model."""
     hidden, inner, q, qkv = SHAPES[model]
-    norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1e-5
+    norm = seg.Scaling(torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1.0, 1e-5)
     shapes = (hidden, q), (2 * inner, hidden), (hidden, inner), (qkv, hidden)
     out, gate_up, down, following = (weight(*shape, fp8) for shape in shapes)
-    return seg.Segment(out, gate_up, down, norm, following, norm)
+    return seg.Segment(out, gate_up, down, norm, following, norm, seg.growth_of(gate_up, norm) if fp8 else 1.0)
 
 
 def measure(model: str, form: str, rows: int, chunk: int) -> dict[str, object] | None:
-    """One record; None where shared memory does not hold so many rows."""
+    """One record; None where shared memory does not hold so many rows, or rows of weights are no whole pieces."""
     hidden, _, q, _ = SHAPES[model]
     mixed, residual = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (q, hidden))
-    barrier = torch.zeros(1, dtype=torch.int64, device="cuda")
+    counters = [torch.zeros(seg.COUNTERS, dtype=torch.int64, device="cuda") for _ in range(64)]
     one = segment(model, form == "fp8")
+    if seg.rejects(one) is not None:
+        return None
     moved = sum(w.data.nbytes for w in one.weights)
-    call, _ = seg.prepare_call(one, mixed, residual, barrier, limit=seg.shared_limit(mixed.device), chunk=chunk)
+    call, _ = seg.prepare_call(one, mixed, residual, counters[0], limit=seg.shared_limit(mixed.device), chunk=chunk)
     if call.stages < 2:
         return None
     layers = [one, *(segment(model, form == "fp8") for _ in range(copies(moved) - 1))]
-    turn: list[Callable[[], object]] = [partial(seg.run, s, mixed, residual, barrier, chunk=chunk) for s in layers]
+    turn: list[Callable[[], object]] = [
+        partial(seg.run, s, mixed, residual, own, chunk=chunk) for s, own in zip(layers, counters, strict=False)
+    ]
     time, read = (statistics.median(t) for t in (microseconds(turn, REPLAYS), read_microseconds(moved, REPLAYS)))
     return {
         "model": model,
@@ -78,7 +82,7 @@ def main() -> None:
     for model, form, chunk, rows in product(args.model, args.format, args.chunk, args.rows):
         record = measure(model, form, rows, chunk)
         if record is None:
-            print(f"{model:14} {form} rows {rows:2}: shared memory does not hold them")
+            print(f"{model:14} {form} rows {rows:2}: the kernel does not take them")
             continue
         append("kernels_segment", {**about, **record})
         us, read = float(str(record["us"])), float(str(record["read_us"]))

@@ -43,40 +43,63 @@ struct Box {
   int pitch, start, row, bytes, rows;
 };
 
-// The box, row behind row, into shared memory, by a map (a CUtensorMap in units of 8 bytes, made for boxes of this size); `barrier` counts the
-// bytes when they are there.
+// The box into shared memory, by a map that was made for boxes of this size (a CUtensorMap: 128 bytes, rows, pieces of 128 bytes): piece behind
+// piece, in it row behind row, the 16 byte parts of row r exchanged by r % 8. `barrier` counts the bytes when they are there.
 SPECDEC_DEVICE void copy_box(void* to, const void* map, const Box& box, uint64_t* barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
           shared_address(to)),
-      "l"(map), "r"(box.start / 8), "r"(box.row), "r"(shared_address(barrier)), "l"(policy)
+      "l"(map), "r"(0), "r"(box.row), "r"(box.start / 128), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// `bytes` bytes, a multiple of 16 as both addresses are.
+SPECDEC_DEVICE void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
 SPECDEC_DEVICE void warp_barrier() { __syncwarp(); }
 
-// Of the first `count` threads of the block. `cta` is for the emulator.
-SPECDEC_DEVICE void named_barrier(int, int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
+// Of `count` threads of the block, who share the number. `cta` is for the emulator.
+SPECDEC_DEVICE void named_barrier(int, int number, int count) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(count) : "memory"); }
 
-// Counts this block in, and waits until all `ctas` have come as often. What they wrote before is there then, past the first level cache.
-SPECDEC_DEVICE void grid_arrive_and_wait(unsigned long long* counter, int ctas) {
-  __threadfence();
-  const unsigned long long ticket = atomicAdd(counter, 1ull), target = (ticket / ctas + 1) * ctas;
+// Counts up and says what was there before.
+SPECDEC_DEVICE unsigned long long count_up(unsigned long long* counter) { return atomicAdd(counter, 1ull); }
+
+// Blocks that have come to the counter.
+SPECDEC_DEVICE unsigned long long came_to_grid(unsigned long long* counter) {
   unsigned long long seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
-  } while (seen < target);
-  __threadfence();
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+  return seen;
+}
+
+// Counts this block in, and waits until `all` have come. What they wrote before is there then, past the first level cache; of a block's other
+// threads too, who came to a barrier with this one before and come to one after.
+SPECDEC_DEVICE void grid_arrive_and_wait(unsigned long long* counter, unsigned long long all) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
+  while (came_to_grid(counter) < all) {
+  }
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 // Launched early, a kernel waits here for all launches before it; and lets the one behind it begin.
 SPECDEC_DEVICE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 SPECDEC_DEVICE void release_launches() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Asks for the line at `p`.
-SPECDEC_DEVICE void send_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Four codes of e4m3 as two words of f16, in their order.
+SPECDEC_DEVICE void widen_codes(uint32_t& first, uint32_t& second, uint32_t codes) {
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}\n"
+      : "=r"(first), "=r"(second)
+      : "r"(codes));
+}
 
-SPECDEC_DEVICE uint4 load_fresh(const uint4* p) { return __ldcg(p); }
 SPECDEC_DEVICE uint16_t load_fresh(const uint16_t* p) { return __ldcg(p); }
 
 SPECDEC_DEVICE float warp_sum(float value) {
@@ -85,8 +108,14 @@ SPECDEC_DEVICE float warp_sum(float value) {
   return value;
 }
 
-SPECDEC_DEVICE uint32_t lower_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
-SPECDEC_DEVICE uint32_t upper_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+SPECDEC_DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, apart));
+  return value;
+}
+
+SPECDEC_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+SPECDEC_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
 SPECDEC_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
 SPECDEC_DEVICE float inverse_root(float x) { return rsqrtf(x); }
 SPECDEC_DEVICE float exponential(float x) { return __expf(x); }

@@ -8,9 +8,9 @@ namespace specdec::segment {
 // cuTensorMapEncodeTiled of the driver, whose header not every compiler comes with: map, type of numbers, dimensions, address, sizes, bytes from
 // row to row, box, steps in it, interleaving, swizzle, promotion in the second level cache, filling.
 using Encode = int (*)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
-constexpr int FLOAT64 = 8, PLAIN = 0, LINES_OF_256 = 3, ZEROS = 0;
+constexpr int FLOAT64 = 8, PLAIN = 0, EXCHANGED_IN_128 = 3, LINES_OF_256 = 3, ZEROS = 0;
 
-// The map of a weight for boxes of TILE rows by one chunk, in units of 8 bytes, of which a box may have 256 a row.
+// The map of a weight for boxes of HALF rows by one chunk: units of 8 bytes of a piece, rows, pieces.
 cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
   static Encode encode = nullptr;
   if (encode == nullptr) {
@@ -20,25 +20,26 @@ cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
     if (found == nullptr) return cudaErrorNotSupported;
     encode = reinterpret_cast<Encode>(found);
   }
-  const uint64_t row = uint64_t(matrix.columns) * bytes, sizes[2] = {row / 8, uint64_t(matrix.rows)}, pitch[1] = {row};
-  const uint32_t box[2] = {uint32_t(matrix.chunk / 8), TILE}, steps[2] = {1, 1};
+  const uint64_t row = uint64_t(matrix.columns) * bytes, sizes[3] = {PIECE / 8, uint64_t(matrix.rows), row / PIECE}, pitch[2] = {row, PIECE};
+  const uint32_t box[3] = {PIECE / 8, HALF, uint32_t(matrix.chunk / PIECE)}, steps[3] = {1, 1, 1};
   void* const from = const_cast<void*>(matrix.data);
-  return encode(map, FLOAT64, 2, from, sizes, pitch, box, steps, PLAIN, PLAIN, LINES_OF_256, ZEROS) ? cudaErrorInvalidValue : cudaSuccess;
+  return encode(map, FLOAT64, 3, from, sizes, pitch, box, steps, PLAIN, EXCHANGED_IN_128, LINES_OF_256, ZEROS) ? cudaErrorInvalidValue
+                                                                                                               : cudaSuccess;
 }
 
-constexpr int WARPS = 16;  // eight are a tenth slower
+constexpr int WARPS = 16;
 
 template <class Weight, int TOKEN_TILES>
-__global__ void __launch_bounds__(32 * WARPS + 32, 1) decoder_segment(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(Kernel<Weight, TOKEN_TILES, WARPS>::THREADS, 1) decoder_segment(const __grid_constant__ Call call, const __grid_constant__ Room room) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) char shared[];
-  Kernel<Weight, TOKEN_TILES, WARPS>(call, shared, threadIdx.x, blockIdx.x, gridDim.x).run();
+  extern __shared__ __align__(1024) char shared[];
+  Kernel<Weight, TOKEN_TILES, WARPS>(call, room, shared, threadIdx.x, blockIdx.x, gridDim.x).run();
 #endif
 }
 
 template <class Weight, int TOKEN_TILES>
 cudaError_t launch(const Call& call, int ctas, int limit, bool early, cudaStream_t stream) {
-  const Room room{call, Weight::token_pitch(call.window), TOKEN_TILES, WARPS};
+  const Room room{call, Weight(), TOKEN_TILES, WARPS};
   if (room.bytes > limit) return cudaErrorInvalidConfiguration;
   const auto kernel = decoder_segment<Weight, TOKEN_TILES>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit)) return error;
@@ -46,9 +47,9 @@ cudaError_t launch(const Call& call, int ctas, int limit, bool early, cudaStream
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ctas), config.blockDim = dim3(32 * WARPS + 32), config.dynamicSmemBytes = room.bytes, config.stream = stream;
+  config.gridDim = dim3(ctas), config.blockDim = dim3(Kernel<Weight, TOKEN_TILES, WARPS>::THREADS), config.dynamicSmemBytes = room.bytes, config.stream = stream;
   config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, call);
+  return cudaLaunchKernelEx(&config, kernel, call, room);
 }
 
 template <class Weight>
@@ -71,7 +72,7 @@ int specdec_segment(
   for (int p = 0; p < PHASES; p++)
     if (own.matrix[p].rows != 0)
       if (cudaError_t error = describe(own.matrix[p], format == 0 ? 2 : 1, &own.map[p])) return error;
-  if (call->M < 1 || call->M > 16 || call->stages < 2 || call->stages > MAX_STAGES || ctas < 1) return cudaErrorInvalidValue;
+  if (call->M < 1 || call->M > MAX_ROWS || call->stages < 2 || call->stages > MAX_STAGES || ctas < 1) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   return format == 0 ? launch_rows<Plain>(*call, ctas, limit, early, stream) : launch_rows<E4m3Rows>(*call, ctas, limit, early, stream);
 }

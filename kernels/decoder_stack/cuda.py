@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.errors import KernelUnavailable
 from specdec.kernels.decoder_stack import segment
-from specdec.kernels.decoder_stack.segment import MOST_ROWS, Segment, Turn, Weight
+from specdec.kernels.decoder_stack.segment import MOST_ROWS, Scaling, Segment, Turn, Weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ GAINS = 8  # rows up to which it does; at 16 the ops are as fast
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """A stack's segments, one a layer. barrier: of their launches. rows: the most that a launch takes."""
+    """A stack's segments, one a layer, and what the launches of each count with. rows: the most that a launch takes."""
 
     layers: tuple[Segment, ...]
-    barrier: Tensor
+    counters: tuple[Tensor, ...]
     rows: int
 
 
@@ -63,7 +63,7 @@ def cut(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[tuple[Segme
         return (), reason
     layers = [cast("Layer", layer) for layer in stacked]
     made = tuple(segment_of(layer, after) for layer, after in zip(layers, [*layers[1:], None], strict=True))
-    return made, next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
+    return made, next((why for one in made if (why := segment.rejects(one)) is not None), None)
 
 
 def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | None, str | None]:
@@ -78,7 +78,8 @@ def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | 
         segment.function(device)
     except KernelUnavailable as err:
         return None, str(err)
-    return Segments(made, torch.zeros(1, dtype=torch.int64, device=device), rows), None
+    counters = torch.zeros(len(made), segment.COUNTERS, dtype=torch.int64, device=device)
+    return Segments(made, counters.unbind(), rows), None
 
 
 def refuse(layers: Sequence[Layer | MoELayer], norm: RMSNorm) -> str | None:
@@ -111,11 +112,13 @@ def segment_of(layer: Layer, after: Layer | None) -> Segment:
         assert found is not None
         return Weight.of(found)
 
-    post = layer.post_norm.weight, layer.post_norm.eps
-    parts = weight(layer.attention.out), weight(layer.gate_up), weight(layer.down), post
-    return (
-        Segment(*parts) if after is None else Segment(*parts, weight(after.attention.qkv), (after.input_norm.weight, after.input_norm.eps))
-    )
+    def scaling(norm: RMSNorm) -> Scaling:
+        return Scaling.of(norm.weight, norm.eps)
+
+    gate_up, post = weight(layer.gate_up), scaling(layer.post_norm)
+    following = () if after is None else (weight(after.attention.qkv), scaling(after.input_norm))
+    made = Segment(weight(layer.attention.out), gate_up, weight(layer.down), post, *following)
+    return made if gate_up.scale is None else replace(made, inner_grown=segment.growth_of(gate_up, post))
 
 
 def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Turn | None:
@@ -126,11 +129,11 @@ def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Ten
 
 def most_rows(one: Segment, device: torch.device) -> int:
     """The most rows for which shared memory holds the tokens and two units, 0 where not even one."""
-    barrier, limit = torch.zeros(1, dtype=torch.int64, device=device), segment.shared_limit(device)
+    counters, limit = torch.zeros(segment.COUNTERS, dtype=torch.int64, device=device), segment.shared_limit(device)
     widths = one.out.data.shape[1], one.down.data.shape[0]
     for rows in (MOST_ROWS, MOST_ROWS // 2):
         mixed, residual = (torch.empty(rows, width, dtype=torch.bfloat16, device=device) for width in widths)
-        if segment.prepare_call(one, mixed, residual, barrier, limit=limit)[0].stages >= 2:
+        if segment.prepare_call(one, mixed, residual, counters, limit=limit)[0].stages >= 2:
             return rows
     return 0
 
@@ -159,16 +162,16 @@ def decoder_stack(
     tapped: dict[int, Tensor] = {}
     residual, first = x.contiguous(), stack.layers[0]
     mixed = first.attention.mix(first.attention.qkv(first.input_norm(residual)), batch, *views[groups[0]], caches[0])
-    for index, one in enumerate(plan.layers):
+    for index, (one, counters) in enumerate(zip(plan.layers, plan.counters, strict=True)):
         if index in taps:
             tapped[index] = residual
         after = index + 1
         if after == len(stack.layers):
-            residual, _ = segment.run(one, mixed, residual, plan.barrier, early=begins_early)
+            residual, _ = segment.run(one, mixed, residual, counters, early=begins_early)
             break
         attention, (table, slots), cache = stack.layers[after].attention, views[groups[after]], caches[after]
         turn = turn_of(attention, batch, slots, cache)
-        residual, projected = segment.run(one, mixed, residual, plan.barrier, turn, early=begins_early)
+        residual, projected = segment.run(one, mixed, residual, counters, turn, early=begins_early)
         assert projected is not None
         if turn is None:
             mixed = attention.mix(projected, batch, table, slots, cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,11 +14,12 @@ from torch import Tensor
 from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
-TILE, STEP, MAX_STAGES, TILES, SUMS = 16, 64, 16, 2, 2  # as in segment.h
-MOST_ROWS = 16  # of a launch
+TILE, PIECE, MAX_STAGES, SUMS, HEADER, MOST_ROWS = 16, 128, 16, 2, 1664, 16  # as in segment_call.h
+COUNTERS = 32  # numbers of 64 bits that a segment's launches count with (`specdec::segment::Counters`)
 CHUNK = 2048  # bytes of a weight's row that are copied at once; a copy takes no more
 WARPS = 16
-TOKENS = 1 << 16  # bytes of shared memory for tokens, where they need not be there whole
+LEAST_GROWTH = 2.0**-8  # below it operands of `down` could lose more than 2^-17
+WINDOW = 1 << 15  # bytes of tokens that are in shared memory at once where they need not all be
 FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1}
 
 
@@ -40,17 +42,24 @@ class Rotary(ctypes.Structure):
     ]
 
 
+class Norm(ctypes.Structure):
+    """`specdec::segment::Norm`."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("peak", ctypes.c_float), ("eps", ctypes.c_float)]
+
+
 class Call(ctypes.Structure):
     """`specdec::segment::Call`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("mixed", "residual", "post_norm", "next_norm", "mid", "inner", "last", "next", "barrier")),
-        ("to_64_bytes", ctypes.c_uint64 * 7),
+        *((name, ctypes.c_void_p) for name in ("mixed", "residual", "mid", "inner", "last", "next", "counters")),
+        ("to_64_bytes", ctypes.c_uint64),
         ("map", ctypes.c_uint64 * 64),
         ("matrix", Matrix * 4),
+        *((name, Norm) for name in ("post_norm", "next_norm")),
         ("rotary", Rotary),
-        *((name, ctypes.c_float) for name in ("post_eps", "next_eps")),
-        *((name, ctypes.c_int) for name in ("M", "stages", "window")),
+        *((name, ctypes.c_float) for name in ("inner_grown", "inner_shrunk")),
+        *((name, ctypes.c_int) for name in ("M", "stages")),
     ]
 
 
@@ -87,14 +96,31 @@ class Turn:
         """Why the kernel cannot do it, or None."""
         tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
         bf16 = self.k_cache.dtype is self.v_cache.dtype is torch.bfloat16
-        usable = bf16 and self.k_cache.shape[3] % (2 * TILE) == 0 and all(t.is_contiguous() for t in tensors)
-        return None if usable else "caches must be bf16, heads of multiples of 32 numbers"
+        usable = bf16 and self.k_cache.shape[3] % TILE == 0 and all(t.is_contiguous() for t in tensors)
+        return None if usable else f"caches must be bf16, heads of multiples of {TILE} numbers"
 
     def fields(self, rows: int) -> Rotary:
         """For projections of `rows` rows."""
         kv_heads, size = self.k_cache.shape[2:]
         tensors = self.cos, self.sin, self.positions, self.slots, self.k_cache, self.v_cache
         return Rotary(*(t.data_ptr() for t in tensors), rows // size - 2 * kv_heads, kv_heads, size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """A norm: weights [H] bf16, the largest of them without its sign, eps."""
+
+    weight: Tensor
+    peak: float
+    eps: float
+
+    @staticmethod
+    def of(weight: Tensor, eps: float) -> Scaling:
+        """Waits for the device."""
+        return Scaling(weight, float(weight.abs().max()), eps)
+
+    def field(self) -> Norm:
+        return Norm(self.weight.data_ptr(), self.peak, self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,49 +131,71 @@ class Segment:
     out: Weight
     gate_up: Weight
     down: Weight
-    post_norm: tuple[Tensor, float]
+    post_norm: Scaling
     qkv: Weight | None = None
-    next_norm: tuple[Tensor, float] | None = None
+    next_norm: Scaling | None = None
+    inner_grown: float = 1.0  # what the operands of `down` are multiplied by, a power of two (`growth_of`)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         return self.out, self.gate_up, self.down, *(() if self.qkv is None else (self.qkv,))
 
 
+def growth_of(gate_up: Weight, post_norm: Scaling) -> float:
+    """The power of two that brings every silu(gate) · up below 2^15, so that f16 holds it: normed tokens are no longer than √H times the
+    largest of the norm's weights, and a product no larger than that times the length of the longest row."""
+    rows, hidden = gate_up.data.shape
+    longest = [0.0, 0.0]
+    for start in range(0, rows, 4096):  # a part at a time, since it is widened
+        part = gate_up.data[start : start + 4096].float()
+        lengths = part.norm(dim=1) if gate_up.scale is None else part.norm(dim=1) * gate_up.scale[start : start + 4096]
+        for half, own in enumerate((lengths[: max(rows // 2 - start, 0)], lengths[max(rows // 2 - start, 0) :])):
+            longest[half] = max(longest[half], float(own.nan_to_num(0.0).max()) if len(own) else 0.0)
+    bound = longest[0] * longest[1] * hidden * post_norm.peak**2
+    return 1.0 if not 0 < bound < math.inf else 2.0 ** min(14 - math.frexp(bound)[1], 30)
+
+
 def chunk_bytes(row: int, most: int = CHUNK) -> int:
-    """The largest piece that divides a row of so many bytes into equal whole steps, at most `most`; 0 = there is none."""
-    return next((row // n for n in range(-(-row // most), row // STEP + 1) if row % (n * STEP) == 0), 0)
+    """The largest piece that divides a row of so many bytes into equal whole pieces, at most `most`; 0 = there is none."""
+    return next((row // n for n in range(-(-row // most), row // PIECE + 1) if row % (n * PIECE) == 0), 0)
 
 
-def rejects(weights: Sequence[Weight]) -> str | None:
+def rejects(one: Segment) -> str | None:
     """Why the kernel does not take these weights, or None."""
+    weights = one.weights
     if any(w.data.dtype not in FORMATS or not w.data.is_contiguous() for w in weights) or len({w.data.dtype for w in weights}) > 1:
         return "weights must be dense, all of bf16 or all of FP8 with a scale a row"
-    fits = all(w.data.shape[0] % (2 * TILE) == 0 and w.row_bytes % STEP == 0 for w in weights)
-    return None if fits else f"weights must be of multiples of {2 * TILE} rows and of {STEP} bytes a row"
+    if one.inner_grown < LEAST_GROWTH:
+        return "silu(gate) · up could be larger than f16 holds well"
+    fits = all(w.data.shape[0] % TILE == 0 and w.row_bytes % PIECE == 0 for w in weights)
+    return None if fits else f"weights must be of multiples of {TILE} rows and of {PIECE} bytes a row"
 
 
-def shared_bytes(call: Call, rows: int, warps: int, fp8: bool) -> tuple[int, int]:
+def shared_bytes(call: Call, fp8: bool) -> tuple[int, int]:
     """(bytes of shared memory before the ring of units, bytes of a unit)."""
-    tiles = -(-rows // 8)
-    pitch = _up(2 * call.window, 128) + (16 if fp8 else 64)
-    before = 512 + SUMS * warps * TILES * tiles * 512 + _up(rows * pitch, 128)
-    return before, _up(max(TILE * m.chunk for m in call.matrix), 128)
+    widest = max((_up(2 * m.window, 128) + (16 if fp8 else 64)) * (1 + (m.window < m.columns)) for m in call.matrix if m.rows)
+    before = _up(HEADER + SUMS * ((WARPS + 1) * -(-call.M // 8) * 512 + 128) + call.M * widest, 8 * PIECE)
+    return before, max(TILE * m.chunk for m in call.matrix)
 
 
 def _up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def window_of(columns: int, rows: int, chunk: int) -> int:
+    """Columns of `inner` that are in shared memory at once: all where they take little room, else whole chunks (of so many columns)."""
+    most = WINDOW // (2 * rows)
+    return columns if columns <= most else max(most // chunk, 1) * chunk
+
+
 def prepare_call(
     segment: Segment,
     mixed: Tensor,
     residual: Tensor,
-    barrier: Tensor,
+    counters: Tensor,
     turn: Turn | None = None,
     *,
     limit: int,
-    warps: int = WARPS,
     chunk: int = CHUNK,
 ) -> tuple[Call, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """The kernel's arguments, and what it writes: the residual behind the layer, the next projections (with `turn` only the queries,
@@ -155,29 +203,25 @@ def prepare_call(
 
     mixed [M, columns of out] and residual [M,H] bf16, without gaps. limit: bytes of shared memory. `stages` is 0 where that is too little.
     """
-    rows, hidden = residual.shape
-    tokens = max(TOKENS // (2 * rows), hidden)  # columns
-    call = Call(M=rows)
+    rows = len(residual)
+    call = Call(M=rows, inner_grown=segment.inner_grown, inner_shrunk=1 / segment.inner_grown)
     for i, weight in enumerate(segment.weights):
         piece, scale = chunk_bytes(weight.row_bytes, chunk), weight.scale
-        columns, codes = weight.data.shape[1], piece // weight.data.element_size()
-        window = columns if columns <= tokens else max(tokens // codes, 1) * codes
-        call.matrix[i] = Matrix(
-            weight.data.data_ptr(), None if scale is None else scale.data_ptr(), len(weight.data), columns, piece, window
-        )
-    call.window = max(m.window for m in call.matrix)
-    before, unit = shared_bytes(call, rows, warps, segment.out.scale is not None)
+        (features, columns), of_chunk = weight.data.shape, piece // weight.data.element_size()
+        window = window_of(columns, rows, of_chunk) if weight is segment.down else columns
+        call.matrix[i] = Matrix(weight.data.data_ptr(), None if scale is None else scale.data_ptr(), features, columns, piece, window)
+    before, unit = shared_bytes(call, segment.out.scale is not None)
     call.stages = min((limit - before) // unit, MAX_STAGES) if before < limit else 0
     mid, last = torch.empty_like(residual), torch.empty_like(residual)
-    inner = residual.new_empty(rows, segment.down.data.shape[1])
+    inner = residual.new_empty(rows, segment.down.data.shape[1])  # f16 where the weights are FP8
     following = None if segment.qkv is None else residual.new_empty(rows, len(segment.qkv.data))
     if turn is not None and following is not None:
         call.rotary = turn.fields(following.shape[1])
         following = residual.new_empty(rows, call.rotary.heads * call.rotary.size)
-    call.post_norm, call.post_eps = segment.post_norm[0].data_ptr(), segment.post_norm[1]
+    call.post_norm = segment.post_norm.field()
     if segment.next_norm is not None:
-        call.next_norm, call.next_eps = segment.next_norm[0].data_ptr(), segment.next_norm[1]
-    tensors = {"mixed": mixed, "residual": residual, "mid": mid, "inner": inner, "last": last, "barrier": barrier}
+        call.next_norm = segment.next_norm.field()
+    tensors = {"mixed": mixed, "residual": residual, "mid": mid, "inner": inner, "last": last, "counters": counters}
     for name, tensor in tensors.items():
         setattr(call, name, tensor.data_ptr())
     call.next = None if following is None else following.data_ptr()
@@ -203,7 +247,7 @@ def run(
     segment: Segment,
     mixed: Tensor,
     residual: Tensor,
-    barrier: Tensor,
+    counters: Tensor,
     turn: Turn | None = None,
     *,
     early: bool = False,
@@ -211,10 +255,10 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """(the residual stream behind the layer [M,H], the next projections [M,N], or queries, or None). See `prepare_call`; M at most 16.
 
-    barrier: int64 [1] on the device, zero at first and of this stack alone. early: begin before the launch before has ended.
+    counters: int64 [COUNTERS] on the device, zero at first and of this segment alone. early: begin before the launch before has ended.
     """
     device = residual.device
-    call, outputs = prepare_call(segment, mixed, residual, barrier, turn, limit=shared_limit(device), chunk=chunk)
+    call, outputs = prepare_call(segment, mixed, residual, counters, turn, limit=shared_limit(device), chunk=chunk)
     launch, explain = function(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     numbers = FORMATS[segment.out.data.dtype], multiprocessors(device), shared_limit(device), int(early), device.index

@@ -20,7 +20,7 @@ def draft_pass(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore) -> 
     """Shapes in `specdec.ops.draft_pass`."""
     plan = cast("Segments", head.plan)
     mixed, residual = attended(features, head, batch, kv)
-    total, _ = segment.run(plan.layers[0], mixed, residual.contiguous(), plan.barrier, early=launches_early(features.device))
+    total, _ = segment.run(plan.layers[0], mixed, residual.contiguous(), plan.counters[0], early=launches_early(features.device))
     if head.stack is not None:
         return deeper(total, head, batch, kv)
     hidden = head.norm(total)

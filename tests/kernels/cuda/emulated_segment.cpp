@@ -6,22 +6,23 @@ using namespace specdec::segment;
 
 namespace {
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 16;
 
 template <class Weight, int TOKEN_TILES>
 void run(const Call& call, int ctas, uint64_t seed) {
   using Block = Kernel<Weight, TOKEN_TILES, WARPS>;
-  const int bytes = Room{call, Weight::token_pitch(call.window), TOKEN_TILES, WARPS}.bytes;
-  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(bytes / 16 + 32));
+  const Room room{call, Weight(), TOKEN_TILES, WARPS};
+  const int bytes = room.bytes;
+  std::vector<std::vector<uint4>> shared(ctas, std::vector<uint4>(bytes / 16 + 192));
   std::vector<char*> base(ctas);
   for (int c = 0; c < ctas; c++) {
     std::memset(shared[c].data(), 0xff, shared[c].size() * 16);
     const uintptr_t start = reinterpret_cast<uintptr_t>(shared[c].data() + 8);
-    base[c] = reinterpret_cast<char*>((start + 127) / 128 * 128);
+    base[c] = reinterpret_cast<char*>((start + 1023) / 1024 * 1024);
   }
   Machine::get().run(ctas * Block::THREADS, seed, [&](int thread) {
     const int cta = thread / Block::THREADS;
-    Block(call, base[cta], thread % Block::THREADS, cta, ctas).run();
+    Block(call, room, base[cta], thread % Block::THREADS, cta, ctas).run();
   });
   for (int c = 0; c < ctas; c++)
     for (int i = 0; i < 128; i++)

@@ -67,28 +67,36 @@ struct Box {
   int pitch, start, row, bytes, rows;
 };
 inline void copy_box(void* to, const void*, const Box& box, uint64_t* barrier, uint64_t) {
-  if (reinterpret_cast<uintptr_t>(to) % 128 || box.bytes % 16 || box.bytes > 2048) Machine::fail("a crooked copy");
+  if (reinterpret_cast<uintptr_t>(to) % 1024 || box.bytes % 128 || box.rows != 8) Machine::fail("a crooked copy");
   std::memset(to, 0xff, box.bytes * box.rows);
-  for (int r = 0; r < box.rows; r++) {
-    const char* from = static_cast<const char*>(box.from) + int64_t(box.row + r) * box.pitch + box.start;
-    bulk_copies().push_back({static_cast<char*>(to) + r * box.bytes, from, box.bytes, barrier});
-  }
+  for (int r = 0; r < box.rows; r++)
+    for (int part = 0; part < box.bytes / 16; part++) {
+      const char* from = static_cast<const char*>(box.from) + int64_t(box.row + r) * box.pitch + box.start + 16 * part;
+      char* const piece = static_cast<char*>(to) + part / 8 * 128 * box.rows;
+      bulk_copies().push_back({piece + r * 128 + (part % 8 ^ r) * 16, from, 16, barrier});
+    }
+}
+
+inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) Machine::fail("a crooked copy");
+  std::memset(to, 0xff, bytes);
+  bulk_copies().push_back({to, from, bytes, barrier});
 }
 
 inline void warp_barrier() {
   Machine::get().warp_wide("syncwarp", nullptr, [](void**) {});
 }
-inline void named_barrier(int cta, int count) { Machine::get().named_barrier(cta, count); }
-inline void grid_arrive_and_wait(unsigned long long* counter, int ctas) {
-  const unsigned long long target = ((*counter)++ / ctas + 1) * ctas;
-  while (*counter < target) Machine::get().yield();
+inline void named_barrier(int cta, int number, int count) { Machine::get().named_barrier(16 * cta + number, count); }
+inline unsigned long long count_up(unsigned long long* counter) { return (*counter)++; }
+inline unsigned long long came_to_grid(unsigned long long* counter) { return *counter; }
+inline void grid_arrive_and_wait(unsigned long long* counter, unsigned long long all) {
+  ++*counter;
+  while (*counter < all) Machine::get().yield();
 }
 inline void wait_for_launches() {}
 inline void release_launches() {}
 
-inline void send_for(const void*) {}
 
-inline uint4 load_fresh(const uint4* p) { return *p; }
 inline uint16_t load_fresh(const uint16_t* p) { return *p; }
 inline float warp_sum(float value) {
   Machine::get().warp_wide("sum", &value, [](void** lanes) {
@@ -104,8 +112,27 @@ inline float warp_sum(float value) {
   return value;
 }
 
-inline uint32_t lower_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
-inline uint32_t upper_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+inline float warp_max(float value) {
+  Machine::get().warp_wide("max", &value, [](void** lanes) {
+    float most = 0.0f;
+    for (int i = 0; i < 32; i++) most = std::fmax(most, *static_cast<float*>(lanes[i]));
+    for (int i = 0; i < 32; i++) *static_cast<float*>(lanes[i]) = most;
+  });
+  return value;
+}
+inline float larger(float a, float b) { return std::fmax(a, b); }
+inline uint32_t float_bits(float value) { return as_bits(value); }
+
+inline uint32_t widen_code(uint32_t code) {
+  if ((code & 0x7f) == 0x7f) return 0x7fff;
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(mantissa + 8), exponent - 10);
+  return narrow(code & 0x80 ? -magnitude : magnitude, F16());
+}
+inline void widen_codes(uint32_t& first, uint32_t& second, uint32_t codes) {
+  first = widen_code(codes & 0xff) | widen_code(codes >> 8 & 0xff) << 16;
+  second = widen_code(codes >> 16 & 0xff) | widen_code(codes >> 24) << 16;
+}
 inline float bits_float(uint32_t bits) { return as_float(bits); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
