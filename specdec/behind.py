@@ -44,7 +44,7 @@ MODES = ("coupled", "synthetic")  # verification that reads of a tree what lies 
 
 
 class Wait(enum.Enum):
-    """Why the step behind one in which heads drafted waits for its verdict."""
+    """Why a step waits for the verdict of the one before, which drafted or might have been followed."""
 
     ADMISSION = "admission"  # somebody waits to be let in, or is being prefilled
     LAW = "law"  # a request asks for what the host must look at

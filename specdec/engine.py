@@ -40,8 +40,7 @@ class Engine:
     def __init__(self, config: EngineConfig, parts: Parts):
         self.config = config
         self.model_name, self.quantization = parts.name, parts.quantization
-        self.model_config = parts.model_config
-        self.tokenizer = parts.tokenizer
+        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
         self.vocab_size, self.max_model_len = parts.model_config.vocab_size, parts.max_model_len
         self.scheduler, self.builder = parts.scheduler, parts.builder
         self.runner, self.kv = parts.runner, parts.kv
@@ -57,7 +56,7 @@ class Engine:
         self._steps = 0
         self._flight: Flight | None = None  # begun behind the step that was committed last
         self._budgets: dict[Sequence, SpecBudget] | None = None  # for the next plan, where they are known already
-        self._waits: Wait | None = None  # why the next step does not begin behind the last one, in which heads drafted
+        self._waits: Wait | None = None  # why the next step does not begin behind the last one
         self._ended = 0.0
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -148,8 +147,9 @@ class Engine:
         if any(share.budget.drafter is not None for share in flight.plan.scheduled):
             found = self.behind.waits(flight) or self.behind.follow(flight, self._budget())
             following, self._waits = (found, None) if isinstance(found, Flight) else (None, found)
-        elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
-            following = self.launcher.follow(flight)
+        elif self.launcher.can_follow(flight):
+            plain = all(budget.drafter is None for budget in self._budget().values())
+            following, self._waits = (self.launcher.follow(flight), None) if plain else (None, Wait.BUDGET)
         if following is not None:
             self._budgets = None
         return following

@@ -128,7 +128,7 @@ class Metrics:
         self.accepted_tokens = count("spec_accepted_tokens_total", "Draft tokens accepted", "drafter")
         self.accepted_position = count("spec_accepted_position_total", "Drafts accepted at this depth (1 = first)", "drafter", "position")
         self.skipped = count("spec_skipped_total", "Sequences that decoded a step without a draft", "reason")
-        self.waited = count("spec_waited_total", "Steps behind one that drafted that waited for its verdict", "reason")
+        self.waited = count("spec_waited_total", "Steps that drafted, or came behind one that did, and waited for its verdict", "reason")
         self.draft_seconds = Histogram("specdec_draft_seconds", "Drafting, per step", buckets=TINY, registry=self.registry)
         self.verify_seconds = Histogram("specdec_verify_seconds", "Verification, per step", buckets=TINY, registry=self.registry)
         self.gain = Gauge(

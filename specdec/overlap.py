@@ -42,7 +42,7 @@ class Flight:
     verdict: Verdict
     clock: tuple[float, float, float]
     drafter_seconds: float = 0.0  # that the host waited for drafters
-    waited: str | None = None  # why it did not begin behind the step before, in which heads drafted
+    waited: str | None = None  # see `StepStats`
     told: Callable[[], list[Any]] | None = None  # where the device drafted: its trees as lists (`recorded_growth.host_drafts`), when asked
 
 

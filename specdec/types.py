@@ -217,8 +217,8 @@ class StepStats:
     """Measured facts of one step, for metrics, policy and traces. Times in seconds.
 
     alone: nothing but decoding ran. budget: what each sequence was allowed, where that is the same for all. drafter_seconds: in drafters,
-    which `draft_seconds` has with all that comes before the pass; 0 where they drafted behind a step in flight. waited: why the step was
-    not begun behind one that drafted, None = it was, or came behind another.
+    which `draft_seconds` has with all that comes before the pass; 0 where they drafted behind a step in flight. waited: why the step, which
+    drafts or comes behind one that does, waited for the verdict before; None = it did not, or no step could have followed that.
     """
 
     step: int

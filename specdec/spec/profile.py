@@ -18,8 +18,8 @@ from specdec.spec.median import Median
 
 HOPED = 0.65  # chance of a node, given its parent, of a drafter that has drafted nothing yet
 FALLS = 0.95  # largest share that the next node is guessed to have of the chance of the last
-LEARN = 0.1  # weight of the latest trees in the means
-EVERY = 4  # trees of every so many steps are looked at, once some have been
+LEARN = 0.15  # weight of the latest trees in the means
+EVERY = 2  # trees of every so many steps are looked at, once some have been
 FRESH = 0.95  # of what was promised and accepted a step later
 DOUBT = 1.0  # promised tokens a sequence that honesty is taken for granted for
 GENEROUS = 8.0  # most that chances may have been too low
