@@ -129,9 +129,10 @@ class Pace:
             self._known[key] = median
 
     def beyond(self, shape: Shape, batch: int) -> float | None:
-        """Of such a step; from the nearest that is known where this one is not, in proportion to its depth. None = none is."""
+        """Of such a step; from the nearest that is known where this one is not, as if what is not depth took as long as one. None = none
+        is known."""
         if not self._known:
             return None
         size = batch.bit_length()
         near = min(self._known, key=lambda key: (key[1] != shape, abs(key[1].depth - shape.depth), abs(key[0] - size)))
-        return self._known[near] * (1.0 if near[1] == shape else shape.depth / near[1].depth)
+        return self._known[near] * (1 + shape.depth) / (1 + near[1].depth)

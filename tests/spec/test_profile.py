@@ -64,7 +64,7 @@ def test_a_pace_is_known_after_some_steps_and_guessed_from_the_nearest() -> None
         pace.add(Shape(4, 3), 1, seconds)
     assert pace.beyond(Shape(4, 3), 1) == pytest.approx(3e-3)  # the first ones recorded it
     assert pace.beyond(Shape(4, 3), 8) == pytest.approx(3e-3)
-    assert pace.beyond(Shape(7, 6), 1) == pytest.approx(6e-3)
+    assert pace.beyond(Shape(8, 7), 1) == pytest.approx(6e-3)
     for _ in range(ENOUGH):
         pace.add(Shape(4, 3), 8, 5e-3)
     assert pace.beyond(Shape(4, 3), 6) == pytest.approx(3e-3) or pace.beyond(Shape(4, 3), 8) == pytest.approx(5e-3)
