@@ -120,7 +120,8 @@ class Experience:
                 self._learn(state, pending, taken)
                 if pending.shared:
                     alike.setdefault(name, []).append((sum(pending.scores[1:]), len(taken)))
-            if counts[b] > 1:
+            probe = pending is not None and pending.probe
+            if counts[b] > 1 and (probe or name not in self.watch.off):  # what was under way when it was switched off is no probe
                 self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
         for name, found in alike.items():
             promised, accepted = (sum(column) / len(found) for column in zip(*found, strict=True))
