@@ -101,7 +101,9 @@ class Behind:
         drafter, shares = parts.proposers[budget.drafter or ""], [Scheduled(seq, 1, True, budget) for seq in seqs]
         if not isinstance(drafter, HeadDrafter) or not self._ready(drafter, shares, most):
             return Wait.DRAFTER
-        if not parts.scheduler.extend({seq: min(len(seq.tokens) + most, seq.max_total) - 1 + slots(budget) for seq in seqs}):
+        room = {share.seq: len(share.seq.tokens) - 1 + most for share in flight.plan.scheduled}  # to compact in
+        room |= {seq: min(len(seq.tokens) + most, seq.max_total) - 1 + slots(budget) for seq in seqs}
+        if not parts.scheduler.extend(room):
             return Wait.BLOCKS
         return self._launch(flight, index, shares, drafter, start)
 
