@@ -1,15 +1,17 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--deterministic] [--act fp8] [--pdl 0 1] [--cut chosen merged=0]
+        [--deterministic] [--policy auto] [--act fp8] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
 they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
 layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
-kernels whose bits do not depend on the batch, `--act fp8` with activations in e4m3 too. Beside the step its parts as the host sees them, the recorded pass of the target alone,
-replayed back to back (`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the
-rate of a plain read, which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
+kernels whose bits do not depend on the batch, `--act fp8` with activations in e4m3 too. `--policy auto` drafts what the policy chooses, at
+most that much, after more steps to learn from; without it every step drafts all. Of steps that drafted it is told what, and how many waited
+for the last verdict. Beside the step its parts as the host sees them, the recorded pass of the target alone, replayed back to back
+(`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the rate of a plain read,
+which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
 (`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
 `bench/results/decode.jsonl`.
 """
@@ -21,6 +23,7 @@ import gc
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -40,6 +43,7 @@ from specdec.models.load import LoadedModel
 
 MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").glob("*/config.json")))
 PROMPT, OUTPUT, WARM = 512, 256, 12  # tokens, tokens, steps before the clock starts
+LEARNING, LEARNT = 96, 1024  # steps before the clock starts, and tokens, where the policy chooses
 REPLAYS = 50
 
 
@@ -57,23 +61,24 @@ def config_of(
     head: tuple[str, str] | None = None,
     device: str = "cuda",
     deterministic: bool = False,
+    policy: str = "fixed",
     act: str = "auto",
 ) -> EngineConfig:
     """head: method and directory of the draft head that finds the drafts, None = they are known."""
-    spec = SpecConfig(method="off")
+    spec, longest = SpecConfig(method="off"), PROMPT + 64 + (OUTPUT if policy == "fixed" else LEARNT)
     if accept:
         method, path = head or ("oracle", None)
-        forced = {"policy": "fixed", "verify": "synthetic", "synthetic_acceptance": tuple(accept)}
+        forced = {"policy": policy, "verify": "synthetic", "synthetic_acceptance": tuple(accept)}
         spec = SpecConfig(method=method, head=path, nodes=len(accept) + 1, depth=len(accept), width=1, **forced)
     return EngineConfig(
         model=model,
         speculation=spec,
         device=device,
         load_format="dummy",
-        max_model_len=PROMPT + OUTPUT + 64,
+        max_model_len=longest,
         max_num_seqs=batch,
         max_num_batched_tokens=2048,
-        num_kv_blocks=batch * (-(-(PROMPT + OUTPUT + 64) // 16)) + 64,
+        num_kv_blocks=batch * (-(-longest // 16)) + 64,
         enable_prefix_caching=False,
         enforce_eager=eager,
         overlap=False if wait else None,
@@ -83,22 +88,24 @@ def config_of(
 
 
 def decoding(config: EngineConfig, target: LoadedModel) -> Engine:
-    """An engine all of whose sequences, as many as it takes, have been decoding for WARM steps."""
+    """An engine all of whose sequences, as many as it takes, have been decoding for WARM steps, or LEARNING ones."""
     engine = build_engine(config, oracle=lambda seq: [7] * 64, target=target)
     generator, batch = torch.Generator().manual_seed(0), config.max_num_seqs
+    chooses = config.speculation.method != "off" and config.speculation.policy == "auto"
     for i in range(batch):
         prompt = torch.randint(0, target.config.vocab_size, (PROMPT,), generator=generator).tolist()
-        engine.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True))
+        params = SamplingParams(temperature=0.0, max_tokens=LEARNT if chooses else OUTPUT, ignore_eos=True)
+        engine.add_request(str(i), prompt, params)
     while engine.stats is None or engine.stats.num_sampling < batch:
         engine.step()
-    for _ in range(WARM):
+    for _ in range(LEARNING if chooses else WARM):
         engine.step()
     return engine
 
 
 def measure(engine: Engine, steps: int) -> dict[str, Any]:
     """Medians over single steps; tokens a step of all sequences together."""
-    whole, parts, committed = [], [], 0
+    whole, parts, committed, drafted = [], [], 0, []
     end = time.perf_counter()
     for _ in range(steps):
         start = end
@@ -109,6 +116,8 @@ def measure(engine: Engine, steps: int) -> dict[str, Any]:
         assert stats is not None
         committed += stats.committed
         parts.append((stats.draft_seconds, stats.forward_seconds, stats.verify_seconds))
+        if stats.drafts:
+            drafted.append((None if stats.budget is None else (stats.budget.nodes, stats.budget.depth), stats.waited))
     draft, forward, verify = (round(1e3 * statistics.median(part), 3) for part in zip(*parts, strict=True))
     step = statistics.median(whole)
     return {
@@ -120,6 +129,8 @@ def measure(engine: Engine, steps: int) -> dict[str, Any]:
         "tokens_a_step": round(committed / steps, 3),
         "tokens_per_s": round(committed / steps / step * 1e3, 1),
         "steps": steps,
+        "drafted": [[shape, count] for shape, count in Counter(shape for shape, _ in drafted).most_common()],
+        "waited": Counter(why for _, why in drafted if why is not None),
     }
 
 
@@ -185,7 +196,8 @@ def records(
     launches: Sequence[tuple[int | None, str]] = ((None, "chosen"),),
     **how: Any,
 ) -> Iterator[dict[str, Any]]:
-    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic, act."""
+    """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic,
+    policy, act."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
     head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
@@ -213,6 +225,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="every step waits for the verdict of the one before")
     parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
+    parser.add_argument("--policy", choices=("fixed", "auto"), default="fixed", help="who decides what is drafted")
     parser.add_argument("--act", choices=ACT_DTYPES, default="auto", help="what FP8 weights are multiplied by; fp8 = W8A8")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
@@ -221,11 +234,18 @@ def main() -> None:
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
     launches = list(product(args.pdl, args.cut))
-    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "act": args.act}
+    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "policy": args.policy, "act": args.act}
     for model in args.model:
         for record in records(model, args.batch, args.accept, args.steps, args.head, launches, **ways):
             append("decode", environment() | record)
-            how = ("eager" if args.eager else "graphs") + " wait" * args.wait + " fixed" * args.deterministic + " a8" * (args.act == "fp8")
+            flags = {
+                "eager": args.eager,
+                "wait": args.wait,
+                "fixed": args.deterministic,
+                "a8": args.act == "fp8",
+                "auto": args.policy == "auto",
+            }
+            how = " ".join(name for name, on in flags.items() if on) or "graphs"
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"
             line += f", prompt {record['prefill_ms']}"
             print(
@@ -233,6 +253,8 @@ def main() -> None:
                 f"pass {record['pass_ms']} pdl {record['pdl']} {record['cut']}",
                 record["host_ms"],
                 record["tokens_a_step"],
+                record["drafted"],
+                dict(record["waited"]),
                 flush=True,
             )
 

@@ -16,7 +16,7 @@ from specdec.batch import BatchBuilder
 from specdec.cache.kv import KVCache
 from specdec.cache.pool import BlockPool
 from specdec.cache.sizing import PoolSize, block_bytes, host_memory, size_pool
-from specdec.config import EngineConfig, SpecConfig
+from specdec.config import MAX_NODES, EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.kernels.kv_fp8 import FP8
@@ -24,12 +24,13 @@ from specdec.live_heads import LiveHeads
 from specdec.models.config import ModelConfig
 from specdec.models.hub import cache_dir
 from specdec.models.load import LoadedModel, find_checkpoint, load_model, resolve_dtype
-from specdec.runner.graphs import CudaRecorder, Recorder
+from specdec.runner.graphs import ROWS, CudaRecorder, Recorder
 from specdec.runner.runner import ModelRunner
 from specdec.sampling import SamplingState
 from specdec.scheduler import Scheduler
 from specdec.spec.heads import load_heads, taps_of, wants_hidden
-from specdec.spec.policy import SpecPolicy, make_policy
+from specdec.spec.make import make_policy
+from specdec.spec.policy import SpecPolicy
 from specdec.spec.proposer import DrafterContext, Proposer, create_for
 from specdec.spec.verify import Verifier
 from specdec.tokenizer import Tokenizer
@@ -101,9 +102,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, oracle: Callable[[Sequence], Seq[int]] | None) -> Parts:
-    groups = loaded.config.kv_groups()
     kv_dtype = loaded.model.dtype if config.kv_dtype == "auto" else _kv_dtype(config.kv_dtype)
-    spec, heads = config.speculation, load_heads(config.speculation, loaded)
+    groups, spec, heads = loaded.config.kv_groups(), config.speculation, load_heads(config.speculation, loaded)
     size = _pool_size(config, loaded.config, kv_dtype, device, _companion_bytes(config, device, heads))
     pools = [BlockPool(n, group.name) for n, group in zip(size.num_blocks, groups, strict=True)]
     kv = KVCache(
@@ -117,8 +117,7 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
     )
     namespace = f"{loaded.fingerprint}/{kv_dtype}".encode()
     scheduler = Scheduler(config, groups, pools, max_model_len=size.max_model_len, namespace=namespace, wants_hidden=wants_hidden(heads))
-    taps = taps_of(heads.values())
-    recorder = _recorder(config, device)
+    taps, recorder = taps_of(heads.values()), _recorder(config, device)
     runner = ModelRunner(loaded.model, kv, device, taps=taps, recorder=recorder, blocks=scheduler.tables.tensor.shape[2])
     context = DrafterContext(
         config=spec,
@@ -156,6 +155,8 @@ def _parts(config: EngineConfig, loaded: LoadedModel, device: torch.device, orac
             key=_costs_key(loaded, kv_dtype, device),
             max_model_len=size.max_model_len,
             cache=cache_dir() / "costs",
+            sizes=() if recorder is None else ROWS,
+            max_rows=_most_rows(config, device, recorder),
         ),
         proposers=proposers,
         heads=LiveHeads(loaded, context, runner, heads, proposers),
@@ -167,6 +168,14 @@ def _recorder(config: EngineConfig, device: torch.device) -> Callable[[], Record
     if device.type != "cuda" or config.enforce_eager or ops.WHY_NO_TRITON is not None:
         return None
     return partial(CudaRecorder, device)
+
+
+def _most_rows(config: EngineConfig, device: torch.device, recorder: Callable[[], Recorder] | None) -> int | None:
+    """Of a step that follows another: beyond what is recorded passes are slow. None: no step does."""
+    if not config.overlaps(device.type):
+        return None
+    most = min(config.max_num_batched_tokens, config.max_num_seqs * MAX_NODES)
+    return most if recorder is None else min(most, ROWS[-1])
 
 
 def _costs_key(loaded: LoadedModel, kv_dtype: torch.dtype, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from specdec.types import DraftTree, Scheduled, StepPlan, StepStats, Verdict
 if TYPE_CHECKING:
     from specdec.batch import BatchBuilder
     from specdec.cache.kv import KVCache
+    from specdec.overlap import Flight
 
 
 @dataclass(slots=True)
@@ -47,9 +49,30 @@ def open_stats(step: int, plan: StepPlan, tree: DraftTree) -> StepStats:
     """Statistics of a step that ran and is not committed yet."""
     shares = plan.sampling
     rows = plan.num_rows - len(shares) + sum(tree.host.num_nodes)
+    first = shares[0].budget if shares else None
     return StepStats(
-        step, len(plan.scheduled), rows, len(shares), context=sum(s.seq.num_computed for s in shares), preempted=len(plan.preempted)
+        step,
+        len(plan.scheduled),
+        rows,
+        len(shares),
+        context=sum(s.seq.num_computed for s in shares),
+        preempted=len(plan.preempted),
+        alone=all(s.samples and s.num_new == 1 and not s.rerun for s in plan.scheduled),
+        budget=first if all(s.budget == first for s in shares) else None,
     )
+
+
+def clocked(stats: StepStats, flight: Flight, before: float) -> float:
+    """Give the statistics their times, up to now, which is returned. before: when the last step was committed; a flight may have begun
+    while it was."""
+    start, drafted, forwarded = (max(moment, before) for moment in flight.clock)
+    end = time.perf_counter()
+    stats.draft_seconds = drafted - start
+    stats.forward_seconds = forwarded - drafted
+    stats.verify_seconds = end - forwarded
+    stats.step_seconds = end - start
+    stats.drafter_seconds, stats.waited = flight.drafter_seconds, flight.waited
+    return end
 
 
 def count(stats: StepStats, share: Scheduled, drafter: str | None, drafted: int, accepted: int, committed: int) -> None:

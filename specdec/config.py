@@ -238,7 +238,7 @@ class EngineConfig:
     deterministic: bitwise identity with speculation off, whatever the batch (promise 3).
     enforce_eager: no CUDA graphs: every kernel of a pass is launched by itself, slowly; saves their memory.
     overlap: begin a decode step before the host knows the tokens of the one before, where it is plain (`specdec.overlap`) or everybody
-    drafts with a head under policy="fixed" (`specdec.behind`); None = on CUDA.
+    drafts with a head alike (`specdec.behind`); None = on CUDA.
     max_queue: unfinished sequences beyond those that can run before `QueueFull` (see `admission`); None = any number (offline use).
     """
 
@@ -292,6 +292,10 @@ class EngineConfig:
             check.require(isinstance(value, kind), f"{name} must be {wanted}, got {value!r}", name, ConfigError)
         check.require(self.act_dtype in ACT_DTYPES, f"act_dtype must be one of {', '.join(ACT_DTYPES)}", "act_dtype", ConfigError)
         check.require(self.load_format in ("auto", "dummy"), "load_format must be 'auto' or 'dummy'", "load_format", ConfigError)
+
+    def overlaps(self, device: str) -> bool:
+        """Whether steps are begun behind others on this type of device."""
+        return self.overlap if self.overlap is not None else device == "cuda"
 
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with these fields replaced."""

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.behind import Behind
-from specdec.commit import compaction, count, move, open_stats
+from specdec.behind import Behind, Wait
+from specdec.commit import clocked, compaction, count, move, open_stats
 from specdec.config import EngineConfig, SamplingParams
 from specdec.errors import InvalidRequest
 from specdec.logprobs import prompt_logprobs
 from specdec.overlap import Flight, Launcher, landed
 from specdec.request import RequestState, check_override, check_prompt, check_start, token_ids
 from specdec.spec.portfolio import draft
+from specdec.spec.watch import DrafterHealth
 from specdec.trace import Trace
-from specdec.types import DrafterHealth, RequestOutput, Scheduled, SpecBudget, StepPlan, StepStats
+from specdec.types import RequestOutput, Scheduled, SpecBudget, StepPlan, StepStats
 
 if TYPE_CHECKING:
     from specdec.boot import Parts
@@ -38,19 +40,14 @@ class Engine:
     def __init__(self, config: EngineConfig, parts: Parts):
         self.config = config
         self.model_name, self.quantization = parts.name, parts.quantization
-        self.model_config = parts.model_config
-        self.tokenizer = parts.tokenizer
-        self.vocab_size = parts.model_config.vocab_size
-        self.max_model_len = parts.max_model_len
-        self.scheduler = parts.scheduler
-        self.builder = parts.builder
-        self.runner = parts.runner
-        self.kv = parts.kv
-        self.sampling = parts.sampling
-        self.verifier = parts.verifier
+        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
+        self.vocab_size, self.max_model_len = parts.model_config.vocab_size, parts.max_model_len
+        self.scheduler, self.builder = parts.scheduler, parts.builder
+        self.runner, self.kv = parts.runner, parts.kv
+        self.sampling, self.verifier = parts.sampling, parts.verifier
         self.launcher = Launcher(parts.scheduler, parts.builder, parts.runner, parts.verifier, parts.sampling)
         self.behind = Behind(self.launcher, parts)
-        self.overlap = config.overlap if config.overlap is not None else parts.builder.device.type == "cuda"
+        self.overlap = config.overlaps(parts.builder.device.type)
         self.policy, self.proposers, self.heads = parts.policy, parts.proposers, parts.heads
         self.stats: StepStats | None = None
         self.observers: list[Callable[[StepStats], None]] = []
@@ -59,6 +56,7 @@ class Engine:
         self._steps = 0
         self._flight: Flight | None = None  # begun behind the step that was committed last
         self._budgets: dict[Sequence, SpecBudget] | None = None  # for the next plan, where they are known already
+        self._waits: Wait | None = None  # why the next step does not begin behind the last one
         self._ended = 0.0
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -135,17 +133,23 @@ class Engine:
     def _begin(self) -> Flight | None:
         """The next step, or None where there is nothing to compute."""
         start, plan = time.perf_counter(), self._plan()
-        return self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start) if plan.scheduled else None
+        if not plan.scheduled:
+            return None
+        flight = self.launcher.launch(plan, draft(plan, self.proposers, self.policy, self.sampling), start)
+        waits, self._waits = self._waits, None
+        return replace(flight, drafter_seconds=self.policy.take_drafting(), waited=None if waits is None else waits.value)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """The step behind `flight`, unless it takes a verdict to know it."""
         if not self.overlap:
             return None
-        following, drafter = None, self.behind.drafter(flight)
-        if drafter is not None:
-            following = self.behind.follow(flight, drafter, self._budget())
-        elif self.launcher.can_follow(flight) and all(b.drafter is None for b in self._budget().values()):
-            following = self.launcher.follow(flight)
+        following = None
+        if any(share.budget.drafter is not None for share in flight.plan.scheduled):
+            found = self.behind.waits(flight) or self.behind.follow(flight, self._budget())
+            following, self._waits = (found, None) if isinstance(found, Flight) else (None, found)
+        elif self.launcher.can_follow(flight):
+            plain = all(budget.drafter is None for budget in self._budget().values())
+            following, self._waits = (self.launcher.follow(flight), None) if plain else (None, Wait.BUDGET)
         if following is not None:
             self._budgets = None
         return following
@@ -153,7 +157,8 @@ class Engine:
     def _budget(self) -> dict[Sequence, SpecBudget]:
         """What each decoding sequence may draft in the next step; asked once a step."""
         if self._budgets is None:
-            self._budgets = self.policy.budget(self.scheduler.running, self.stats)
+            ahead = self.behind.able(self.scheduler.running) if self.overlap and not self.policy.fixed else {}
+            self._budgets = self.policy.budget(self.scheduler.running, self.stats, ahead)
         return self._budgets
 
     def _plan(self) -> StepPlan:
@@ -198,7 +203,7 @@ class Engine:
             b += 1
         self._observe(flight)
         self._settle(plan)
-        return self._close_stats(stats, flight.clock)
+        return self._close_stats(stats, flight)
 
     # -- commit, in parts -------------------------------------------------------------------------------------------
 
@@ -229,13 +234,8 @@ class Engine:
             moved[seq.request_id] = self._requests[seq.request_id]
         self._ready.extend(moved.values())
 
-    def _close_stats(self, stats: StepStats, clock: tuple[float, float, float]) -> StepStats:
-        start, drafted, forwarded = (max(moment, self._ended) for moment in clock)  # a flight began while another was committed
-        self._ended = end = time.perf_counter()
-        stats.draft_seconds = drafted - start
-        stats.forward_seconds = forwarded - drafted
-        stats.verify_seconds = end - forwarded
-        stats.step_seconds = end - start
+    def _close_stats(self, stats: StepStats, flight: Flight) -> StepStats:
+        self._ended = clocked(stats, flight, self._ended)
         stats.skipped = self.policy.take_skipped()
         stats.drafter_states = self.policy.states()
         stats.gain = self.policy.gain()

@@ -15,7 +15,8 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specdec.types import DrafterHealth, RequestOutput, StepStats
+from specdec.spec.watch import DrafterHealth
+from specdec.types import RequestOutput, StepStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TINY = (0.0001, 0.00025, 0.0005, *SHORT[:11])  # one draft or one verification
@@ -127,6 +128,7 @@ class Metrics:
         self.accepted_tokens = count("spec_accepted_tokens_total", "Draft tokens accepted", "drafter")
         self.accepted_position = count("spec_accepted_position_total", "Drafts accepted at this depth (1 = first)", "drafter", "position")
         self.skipped = count("spec_skipped_total", "Sequences that decoded a step without a draft", "reason")
+        self.waited = count("spec_waited_total", "Steps that drafted, or came behind one that did, and waited for its verdict", "reason")
         self.draft_seconds = Histogram("specdec_draft_seconds", "Drafting, per step", buckets=TINY, registry=self.registry)
         self.verify_seconds = Histogram("specdec_verify_seconds", "Verification, per step", buckets=TINY, registry=self.registry)
         self.gain = Gauge(
@@ -158,6 +160,8 @@ class Metrics:
                 self.accepted_position.labels(drafter, str(i + 1)).inc(amount)
         for reason, amount in stats.skipped.items():
             self.skipped.labels(reason).inc(amount)
+        if stats.waited is not None:
+            self.waited.labels(stats.waited).inc()
         for drafter, states in stats.drafter_states.items():
             for state in STATES:
                 self.drafter_state.labels(drafter, state).set(states.get(state, 0))

@@ -41,6 +41,8 @@ class Flight:
     forward: Forward
     verdict: Verdict
     clock: tuple[float, float, float]
+    drafter_seconds: float = 0.0  # that the host waited for drafters
+    waited: str | None = None  # see `StepStats`
     told: Callable[[], list[Any]] | None = None  # where the device drafted: its trees as lists (`recorded_growth.host_drafts`), when asked
 
 
@@ -62,7 +64,8 @@ class Launcher:
         self._sampling.advance([share.seq.request_slot for share in shares], verdict.num_committed)
         arriving, known = arrival((*verdict.decided, *told)), len(verdict.decided)
         verdict = replace(verdict, arriving=lambda: arriving()[:known])
-        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded), (lambda: arriving()[known:]) if told else None)
+        said = (lambda: arriving()[known:]) if told else None
+        return Flight(plan, tree, forward, verdict, (start, drafted, forwarded), told=said)
 
     def can_follow(self, flight: Flight) -> bool:
         """Whether the next step is a plain row for those of the flight who go on, whatever its verdict, if nobody drafts."""
@@ -77,10 +80,10 @@ class Launcher:
         start = time.perf_counter()
         index = [i for i, share in enumerate(flight.plan.scheduled) if share.seq.remaining > 1]
         seqs = [flight.plan.scheduled[i].seq for i in index]
-        if not seqs or not self._scheduler.extend(seqs):
+        if not seqs or not self._scheduler.extend({seq: len(seq.tokens) + 1 for seq in seqs}):
             return None
         plan = StepPlan(tuple(Scheduled(seq, 1, True) for seq in seqs))
-        batch = self._builder.follow(seqs, _rows(flight.verdict.committed, index)[:, 0])
+        batch = self._builder.follow(seqs, only_rows(flight.verdict.committed, index)[:, 0])
         return self.launch(plan, root_only([0] * len(seqs)), start, batch)
 
 
@@ -97,10 +100,10 @@ def landed(flight: Flight | None) -> Flight | None:
     if len(index) == len(flight.plan.scheduled):
         return replace(flight, tree=tree)
     verdict, forward, arriving = flight.verdict, flight.forward, flight.verdict.arriving
-    committed, num_committed, path, num_accepted, finish, rows = (_rows(field, index) for field in (*verdict.decided, verdict.rows))
+    committed, num_committed, path, num_accepted, finish, rows = (only_rows(field, index) for field in (*verdict.decided, verdict.rows))
     kept = Verdict(committed, num_committed, path, num_accepted, finish, rows, arriving=_only(arriving, index))
-    taps = None if forward.taps is None else _rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
-    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, _only(told, index))
+    taps = None if forward.taps is None else only_rows(forward.taps.unflatten(0, (len(flight.plan.scheduled), -1)), index).flatten(0, 1)
+    return Flight(StepPlan(shares), tree, replace(forward, taps=taps), kept, flight.clock, told=_only(told, index))
 
 
 def _only(arriving: Callable[[], list[Any]] | None, index: list[int]) -> Callable[[], list[Any]] | None:
@@ -108,7 +111,7 @@ def _only(arriving: Callable[[], list[Any]] | None, index: list[int]) -> Callabl
     return None if arriving is None else lambda: [[field[i] for i in index] for field in arriving()]
 
 
-def _rows(values: Tensor, index: list[int]) -> Tensor:
+def only_rows(values: Tensor, index: list[int]) -> Tensor:
     """The rows `index` of values [B, any]."""
     if len(index) == len(values):
         return values

@@ -221,6 +221,10 @@ class SamplingState:
         """Whether nothing but a temperature, 0 included, shapes the request's law."""
         return not any(request_slot in self._uses[name] for name in _FEATURES if name != "temperature")
 
+    def only_temperatures(self, request_slots: Seq[int]) -> bool:
+        """`only_temperature` of all of them."""
+        return set().union(*(self._uses[name] for name in _FEATURES if name != "temperature")).isdisjoint(request_slots)
+
     def _stages(self, names: Seq[str], scores: Tensor, logits: Tensor, rows: RowInfo) -> Tensor:
         used = {name: i for name in names if self._uses[name] and (i := rows.of(self._uses[name])) is not None}
         for name, index in used.items():

@@ -97,6 +97,11 @@ class Scheduler:
         return len(self._roster.running)
 
     @property
+    def max_rows(self) -> int:
+        """Of a step, drafts included."""
+        return self._roster.max_rows
+
+    @property
     def kv_usage(self) -> float:
         """Held share of the fullest group, in [0, 1]."""
         return max(pool.usage for pool in self.pools)
@@ -200,15 +205,15 @@ class Scheduler:
         copies = [(g, src, seq.block_tables[g][len(r.blocks[g])]) for seq, r in reuse.items() for g, src in enumerate(r.tail)]
         return Applied(tuple(copies), released)
 
-    def extend(self, seqs: Seq[Sequence], room: int = 1) -> bool:
-        """Room for the step that follows each sequence's step in flight, beyond what its plan reserved: `room` slots behind the tokens that
-        are known. False, changing nothing, where there are not blocks for everybody."""
+    def extend(self, slots: Mapping[Sequence, int]) -> bool:
+        """Room for the step that follows each sequence's step in flight, beyond what its plan reserved: so many slots in all. False,
+        changing nothing, where there are not blocks for everybody."""
         size = self.config.block_size
-        missing = sum(max(0, blocks_for(len(seq.tokens) + room, size) - len(seq.block_tables[0])) for seq in seqs)
+        missing = sum(max(0, blocks_for(count, size) - len(seq.block_tables[0])) for seq, count in slots.items())
         if any(pool.num_free < missing for pool in self.pools):
             return False
-        for seq in seqs:
-            self.tables.reserve(seq, len(seq.tokens) + room)
+        for seq, count in slots.items():
+            self.tables.reserve(seq, count)
         return True
 
     def _preempt(self, seq: Sequence) -> int:

@@ -34,6 +34,7 @@ class SpecBudget:
     """What the policy allows one sequence this step. `drafter` None = plain decoding (a tree of one node).
 
     floor: a drafter that looks as it drafts stops where no node has that chance; less would not pay for its next pass.
+    shared: chosen for the whole batch, to be drafted behind a step in flight, where nobody looks at a draft before it is verified.
     feeds: the drafter runs its own nodes, a beam of them at every depth but the last, and keeps their K and V in slots behind
     the newest token (`specdec.budget`).
     """
@@ -44,6 +45,7 @@ class SpecBudget:
     width: int = 1
     feeds: bool = False
     floor: float = 0.0
+    shared: bool = False
 
 
 NO_DRAFT = SpecBudget()
@@ -212,7 +214,12 @@ class Verdict:
 
 @dataclass(slots=True)
 class StepStats:
-    """Measured facts of one step, for metrics, policy and traces. Times in seconds."""
+    """Measured facts of one step, for metrics, policy and traces. Times in seconds.
+
+    alone: nothing but decoding ran. budget: what each sequence was allowed, where that is the same for all. drafter_seconds: in drafters,
+    which `draft_seconds` has with all that comes before the pass; 0 where they drafted behind a step in flight. waited: why the step, which
+    drafts or comes behind one that does, waited for the verdict before; None = it did not, or no step could have followed that.
+    """
 
     step: int
     num_seqs: int
@@ -231,18 +238,11 @@ class StepStats:
     drafts: dict[str, int] = field(default_factory=dict)  # drafter -> sequences that verified a draft of it
     accepted_position: dict[str, list[int]] = field(default_factory=dict)  # drafter -> [i]: drafts accepted at position i + 1
     drafter_states: dict[str, dict[str, int]] = field(default_factory=dict)  # drafter -> state -> sequences
+    alone: bool = True
+    budget: SpecBudget | None = None
+    drafter_seconds: float = 0.0
+    waited: str | None = None
     gain: float | None = None  # tokens per second over what the policy expects of plain decoding; None = unknown
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterHealth:
-    """What befell the drafters of an engine. alarms: collapses of acceptance so far, by drafter (absent: none). collapsed: whether the
-    last one still holds, for every drafter there is. head_swaps: heads loaded or dropped while running; head_rollbacks: undone."""
-
-    alarms: dict[str, int]
-    collapsed: dict[str, bool]
-    head_swaps: int = 0
-    head_rollbacks: int = 0
 
 
 @dataclass(slots=True)

@@ -26,15 +26,21 @@ def test_a_step_of_every_sequence(accept: list[float], monkeypatch: pytest.Monke
     assert 0 < record["ms_p20"] <= record["ms"] <= record["ms_p80"]
 
 
-@pytest.mark.parametrize(("method", "deterministic"), [(None, True), ("eagle3", False), ("peagle", False)])
-def test_a_record_for_every_batch(method: str | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "deterministic", "policy"),
+    [(None, True, "fixed"), ("eagle3", False, "fixed"), ("peagle", False, "fixed"), ("eagle3", False, "auto")],
+)
+def test_a_record_for_every_batch(method: str | None, deterministic: bool, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def tiny(model: str, batch: int, accept: list[float], **how: Any) -> EngineConfig:
         config = config_of(checkpoint(), batch, accept, device="cpu", **how)
         return config.with_(load_format="auto", max_model_len=128)
 
-    for name, value in {"PROMPT": 40, "OUTPUT": 60, "config_of": tiny, "floor": lambda target: 1.0}.items():
+    for name, value in {"PROMPT": 40, "OUTPUT": 60, "LEARNT": 80, "LEARNING": 12, "config_of": tiny, "floor": lambda target: 1.0}.items():
         monkeypatch.setattr(decode, name, value)
-    found = list(decode.records("any", [1, 2], [1.0, 0.5], 4, method, eager=True, wait=False, deterministic=deterministic))
+    found = list(decode.records("any", [1, 2], [1.0, 0.5], 4, method, eager=True, wait=False, deterministic=deterministic, policy=policy))
+    assert all(r["policy"] == policy for r in found)
+    if policy == "fixed":
+        assert all(r["drafted"] == [[(3, 2), 4]] for r in found if method is not None)
     assert all(r["deterministic"] == deterministic and r["prefill_ms"] > 0 for r in found)
     assert [r["batch"] for r in found] == [1, 2]
     assert all(r["pass_ms"] is None for r in found)  # nothing is recorded here

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.config import MAX_NODES
+
 if TYPE_CHECKING:
     from specdec.models.config import RopeConfig
+
+SLACK = 2 * MAX_NODES  # rows of a step that is begun before it is known who ends may stand beyond the last position; nobody reads them
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -14,7 +14,7 @@ from specdec.layers.attention import KVStore
 from specdec.layers.decoder import DecoderStack
 from specdec.layers.embedding import make_embedding
 from specdec.layers.norm import RMSNorm
-from specdec.layers.rotary import Rotary
+from specdec.layers.rotary import SLACK, Rotary
 from specdec.models.builder import Builder
 from specdec.models.head_config import HeadConfig
 from specdec.models.head_vocabulary import target_ids
@@ -28,7 +28,7 @@ class DraftHead:
     """Weights and forward pass. Activations in `dtype`; logits float32, in draft vocabulary order.
 
     weights: by internal name, which is that of the speculators layout. Embedding and lm_head are the target's where the
-    head has none. RoPE tables have the target's length: the head's own says what it was trained for, not where it may run.
+    head has none. RoPE tables have the target's length (and slack): the head's own says what it was trained for, not where it may run.
     keep: weights stay in a storage smaller than `dtype` on every device (`make_linear`).
     target_ids [Vd] i64: target id of each draft id. mask_feature [Hd]: the feature of a P-EAGLE mask row, else None.
     epoch: digest of config and weights; names the draft KV. trusted: False when the target is not the one it was trained on;
@@ -52,7 +52,7 @@ class DraftHead:
         self.trusted = True
         self.warning: str | None = None
         self.epoch = _digest(config, weights)
-        rotary = Rotary(config.rope, config.head_dim, target.config.max_positions, device=device)
+        rotary = Rotary(config.rope, config.head_dim, target.config.max_positions + SLACK, device=device)
         build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, keep=keep)
         self._build_input(build, target)
         self._build_layers(build)

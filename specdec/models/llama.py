@@ -13,7 +13,7 @@ from specdec.layers.attention import KVStore
 from specdec.layers.decoder import DecoderStack, Layer, MoELayer
 from specdec.layers.embedding import make_embedding
 from specdec.layers.norm import RMSNorm
-from specdec.layers.rotary import Rotary
+from specdec.layers.rotary import SLACK, Rotary
 from specdec.models.builder import Builder
 from specdec.models.config import ModelConfig
 from specdec.models.moe import build_layer
@@ -39,7 +39,7 @@ class LlamaModel:
         self.device = device
         self.dtype = dtype
         self.deterministic = deterministic
-        rotary = Rotary(config.rope, config.head_dim, config.max_positions, device=device)
+        rotary = Rotary(config.rope, config.head_dim, config.max_positions + SLACK, device=device)
         build = Builder(config, weights, rotary, device=device, dtype=dtype, deterministic=deterministic, act_fp8=act_fp8)
         self.embedding = make_embedding(
             build.raw("model.embed_tokens.weight", config.vocab_size, config.hidden_size),  # no name keeps the file's copy alive

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.config import MAX_NODES
 from specdec.runner.graphs import Inputs, Outputs, Passes, Recorder, Widths
 from specdec.spec.tree import ancestor_words, chain
 from specdec.types import Batch, Forward
@@ -81,7 +82,8 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def measure(self, rows: int, context: int, *, repeats: int = 3) -> float:
-        """Seconds of a target pass with `rows` tree rows over `context` cached keys (best of `repeats`, one sequence)."""
+        """Seconds of a target pass with `rows` tree rows over `context` cached keys (best of `repeats`): of one sequence, or of as few as
+        can have them."""
         batch = self._probe(rows, context)
         best = float("inf")
         for _ in range(repeats):
@@ -93,25 +95,27 @@ class ModelRunner:
         return best
 
     def _probe(self, rows: int, context: int) -> Batch:
-        """A chain of `rows` nodes that writes nowhere, for timing. Its context lies in blocks of its own, as a sequence's does:
-        distinct as far as the pool reaches, so that attention loads as many bytes as it would in earnest."""
-        size, groups = self.kv.block_size, len(self.kv.groups)
-        device = self.device
-        node = torch.arange(rows)
-        words = ancestor_words(chain([0], [[0] * (rows - 1)]))[0]
-        count = -(-(context + rows) // size)
+        """Chains of `rows` nodes in all that write nowhere, for timing. Their context lies in blocks of its own, as a sequence's does:
+        distinct as far as the pool reaches, so that attention loads as many bytes as it would in earnest (chains share it)."""
+        size, groups, device = self.kv.block_size, len(self.kv.groups), self.device
+        chains = -(-rows // MAX_NODES)
+        lengths = torch.tensor([(rows + i) // chains for i in range(chains)])
+        node = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        longest = int(lengths.max())
+        words = ancestor_words(chain([0], [[0] * (longest - 1)]))[0][node]
+        count = -(-(context + longest) // size)
         tables = torch.stack([1 + torch.arange(count, dtype=torch.int32) % (n - 1) for n in self.kv.num_blocks])
         self._back(int(tables.max()))
         return Batch(
             input_ids=torch.zeros(rows, dtype=torch.long, device=device),
             positions=(context + node).to(device),
-            cu_query=torch.tensor([0, rows], dtype=torch.int32, device=device),
-            ctx_lens=torch.tensor([context], dtype=torch.int32, device=device),
-            tree_len=torch.tensor([rows if rows > 1 else 0], dtype=torch.int32, device=device),
+            cu_query=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device),
+            ctx_lens=torch.full((chains,), context, dtype=torch.int32, device=device),
+            tree_len=(lengths if rows > 1 else 0 * lengths).int().to(device),
             tree_mask=words.to(device) if rows > 1 else torch.zeros(1, dtype=torch.long, device=device),
-            block_tables=tables[:, None, :].to(device),
+            block_tables=tables[:, None, :].expand(-1, chains, -1).contiguous().to(device),
             slot_mapping=torch.full((groups, rows), -1, dtype=torch.long, device=device),
-            logit_rows=node.to(device),
+            logit_rows=torch.arange(rows, device=device),
             max_ctx=context,
         )
 

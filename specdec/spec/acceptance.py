@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from specdec.spec.median import Median
+from specdec.spec.profile import Pace, Profile
 
 BANDS = (0.3, 0.7)  # bounds of the three bands of cumulative score
 MAX_DEPTH = 16  # deeper positions share the last rate
@@ -167,28 +168,36 @@ class Ledger:
 
 
 class DrafterRecord:
-    """All statistics of one drafter over all sequences. promise: net tokens per step it is expected to win, before any evidence.
+    """All statistics of one drafter over all sequences; `profile` and `pace` of what it drafts alike for a whole batch. promise: net tokens
+    per step it is expected to win, before any evidence.
     rates: known from earlier."""
 
     WELCOME = 4  # while it does not pay, it is tried soon after the start of every so many sequences only
 
-    __slots__ = ("_opened", "_recent", "rates", "reliability", "seconds_per_depth", "value")
+    PATIENCE = 3  # hiccups in a row that are none
+
+    __slots__ = ("_hiccups", "_opened", "_recent", "pace", "profile", "rates", "reliability", "seconds_per_depth", "value")
 
     def __init__(self, promise: float = 0.0, rates: DepthRates | None = None) -> None:
-        self._opened = 0
+        self._hiccups = self._opened = 0
         self.reliability = Reliability(None, weight=6.0, horizon=60.0)
         self.rates = rates or DepthRates(None, weight=4.0)
         self.value = Value(None, weight=2.0, prior=promise)
         self.seconds_per_depth = 0.0  # of propose(), per sequence and depth: median of the latest
         self._recent = Median(15)
+        self.profile, self.pace = Profile(), Pace()
 
     def open(self) -> bool:
         """Another sequence begins: whether the drafter should be tried on it soon, even where it takes time."""
         self._opened += 1
         return self.value.wins() or self._opened % self.WELCOME == 0
 
-    def took(self, seconds: float) -> None:
-        """One measurement of propose(), per sequence and depth."""
+    def took(self, seconds: float, *, hiccup: bool = False) -> None:
+        """One measurement of propose(), per sequence and depth. hiccup: it took so long that something else must have been done in it, as
+        long as that does not happen every time."""
+        self._hiccups = self._hiccups + 1 if hiccup else 0
+        if 0 < self._hiccups < self.PATIENCE:
+            return
         self.seconds_per_depth = self._recent.add(seconds)
 
 

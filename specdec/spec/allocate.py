@@ -42,8 +42,9 @@ def plain_seconds(contexts: Seq[int], cost: StepCost, other_rows: int = 0) -> fl
     return cost.base(batch + other_rows, batch) + sum(cost.attention(1, c) for c in contexts)
 
 
-def allocate(candidates: Seq[Candidate], cost: StepCost, other_rows: int = 0) -> Allocation:
-    """The best cut over all trees. other_rows: rows of the step that are not decoding (prefill)."""
+def allocate(candidates: Seq[Candidate], cost: StepCost, other_rows: int = 0, waits: float = 0.0) -> Allocation:
+    """The best cut over all trees. other_rows: rows of the step that are not decoding (prefill). waits: seconds that it takes more with any
+    draft than without, however many nodes; shared by those who draft."""
     batch = len(candidates)
     order = sorted((-s, b, i) for b, c in enumerate(candidates) for i, s in enumerate(c.scores) if i and s >= MIN_SCORE)
     plain = plain_seconds([c.context for c in candidates], cost, other_rows)
@@ -65,12 +66,15 @@ def allocate(candidates: Seq[Candidate], cost: StepCost, other_rows: int = 0) ->
         extra[b] += after - seconds
         nodes[b] += 1
         rows, attention, seconds, expected = rows + 1, grown, after, expected - negative
-        if expected / seconds > best_rate:
-            best, best_rate = len(taken), expected / seconds
+        if expected / (seconds + waits) > best_rate:
+            best, best_rate = len(taken), expected / (seconds + waits)
     kept, spent = [[0] for _ in candidates], [0.0] * batch
     for b, i, marginal in taken[:best]:
         kept[b].append(i)
         spent[b] += marginal
+    drafting = sum(len(own) > 1 for own in kept)
+    if waits and drafting:
+        spent = [seconds + waits / drafting if len(own) > 1 else 0.0 for own, seconds in zip(kept, spent, strict=True)]
     return Allocation([sorted(k) for k in kept], spent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from specdec.spec.acceptance import SequenceRecord, expected_tokens
 from specdec.spec.allocate import MIN_GAIN, plain_seconds
@@ -14,6 +15,23 @@ PROBE_NODES = 3  # root included
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 EXPLORE = 16  # every so many steps another drafter than the best is asked
 HOME = 0.15  # tokens per step by which another drafter must beat the first one
+
+
+class Bounds(NamedTuple):
+    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
+    least_chance: of the likeliest node. row: seconds of the first row more."""
+
+    batch: int
+    widest: int
+    least_chance: float
+    row: float
+
+
+def bounds_of(contexts: Seq[int], cost: StepCost) -> Bounds:
+    """Those of sequences with these contexts."""
+    batch = len(contexts)
+    row = cost.base(batch + 1, batch) - cost.base(batch, batch)
+    return Bounds(batch, widest(contexts, cost), least_chance(contexts, cost), row)
 
 
 def widest(contexts: Seq[int], cost: StepCost) -> int:
@@ -64,13 +82,14 @@ def paying_depth(
     batch: int,
     *,
     on_trial: bool = False,
+    waits: float = 0.0,
 ) -> int:
     """Depth of the chain with the best expected rate for a drafter whose drafts cost time; 0 = do not draft.
 
     unit: seconds to draft one token. headroom: most extra seconds. token_seconds: a token's share of a plain step. All
     sequences are taken to draft alike. A drafter that has been idle for long enough gets a short probe. Nothing else gets one that wins
     nothing, whatever its depths promise: they are known of drafts that were verified, not of those cut after they had been paid for.
-    on_trial: it is to be seen at work, and that does not hold for it.
+    on_trial: it is to be seen at work, and that does not hold for it. waits: seconds that a step with drafts waits more than one without.
     """
     plain, best, best_rate = cost.base(batch, batch), 0, MIN_GAIN / token_seconds
     expected = expected_tokens(record.rates, deepest) if on_trial or record.value.wins() else ()
@@ -78,7 +97,7 @@ def paying_depth(
         extra = unit * depth + (cost.base(batch * (1 + depth), batch) - plain) / batch
         if extra > headroom:
             break
-        rate = (1 + expected[depth]) / (token_seconds + extra)
+        rate = (1 + expected[depth]) / (token_seconds + extra + waits / batch)
         if rate > best_rate:
             best, best_rate = depth, rate
     if best == 0 and (record.probe_due() if on_trial else record.trial_due()) and unit * PROBE_NODES <= headroom:

@@ -33,6 +33,7 @@ from specdec.files import write_bytes
 from specdec.spec.median import Median
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+WIDE = (96, 128, 192, 256)  # of several sequences, where that many are recorded
 FAR_ROWS = (1, 8, 32)  # row counts timed at the longer context too
 PAIRS = 3  # timings per ratio
 MEASURE_SECONDS = 3.0  # after that long, larger row counts are extrapolated; real steps correct them
@@ -108,10 +109,12 @@ class CostModel:
     WINDOW = 25  # steps that a factor is the median of
     STALE = 400  # steps after which an unconfirmed factor is dropped
 
-    def __init__(self, table: CostTable):
+    def __init__(self, table: CostTable, sizes: Seq[int] = ()):
+        """sizes: row counts that passes are recorded for, rising; any other costs what the next of them does."""
         count = len(table.rows)
         self.table = table
-        self._base = [between(table.rows, table.bases, r) for r in range(257)]
+        padded = [sizes[i] if (i := bisect.bisect_left(sizes, r)) < len(sizes) else r for r in range(257)]
+        self._base = [between(table.rows, table.bases, r) for r in padded]
         self._slope = [between(table.rows, table.slopes, n) for n in range(65)]
         self._bucket = [self._bucket_of(r) for r in range(257)]
         self._speed = 1.0  # real time / table, whatever the bucket
@@ -195,24 +198,26 @@ def measure_costs(
     max_context: int = 1024,
     cache: Path | None = None,
     key: str = "",
+    sizes: Seq[int] = (),
 ) -> CostModel:
     """Time the target pass, or read the table kept from an earlier start on this machine.
 
-    measure: (rows of one tree, context keys) → seconds. cache: directory for tables, None = do not keep. key: names model,
-    dtype and whatever else changes timings; the machine is added. A table that cannot be read, or that fresh
-    timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
+    measure: (rows of one tree, or of several beyond 64, context keys) → seconds. cache: directory for tables, None = do not keep. key:
+    names model, dtype and whatever else changes timings; the machine is added. sizes: as in `CostModel`. A table that cannot be read, or
+    that fresh timings contradict (other kernels), is measured anew; one that time cut short, or that was taken while others used the
     machine, serves this process and is not kept.
     """
-    name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}".encode()).hexdigest()[:20]
+    recorded = "|recorded" if sizes else ""
+    name = hashlib.sha256(f"{key}|{machine_key()}|{max_rows}|{max_context}{recorded}".encode()).hexdigest()[:20]
     path = None if cache is None else cache / f"{name}.json"
-    rows = tuple(r for r in ROW_COUNTS if r <= max(1, max_rows))
+    rows = tuple(r for r in (*ROW_COUNTS, *WIDE) if r <= max(1, max_rows))
     near, far = min(64, max(1, max_context // 4)), max(2, max_context)
     measure(1, near)  # the first pass allocates and warms caches
     if path is not None:
         try:
             table = CostTable.from_json(path.read_text())
             if table.rows == rows and table.contexts == (near, far) and _confirmed(table, measure):
-                return CostModel(table)
+                return CostModel(table, sizes)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
     logging.getLogger("specdec").info(
@@ -222,7 +227,7 @@ def measure_costs(
     times, start, whole = {1: 1.0}, time.monotonic(), True
     longer = {1: _ratio(measure, (1, near), (1, far))}
     for r, before in zip(rows[1:], rows, strict=False):
-        if time.monotonic() - start > MEASURE_SECONDS:
+        if time.monotonic() - start > MEASURE_SECONDS * (2 if sizes else 1):  # what is recorded takes a while to record
             times[r], whole = times[before] * r / before, False  # rows beyond some count cost in proportion, at worst
             continue
         times[r] = _ratio(measure, (1, near), (r, near), ones)
@@ -232,7 +237,7 @@ def measure_costs(
     table = CostTable(rows, (near, far), [one * times[r] for r in rows], {r: one * times[r] * x for r, x in longer.items()})
     if path is not None and whole and one <= STEADY * min(ones, default=one):
         _write(path, table.to_json())
-    return CostModel(table)
+    return CostModel(table, sizes)
 
 
 def _ratio(measure: Callable[[int, int], float], one: tuple[int, int], other: tuple[int, int], ones: list[float] | None = None) -> float:

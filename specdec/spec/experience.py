@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, SequenceRecord
+from specdec.spec.acceptance import DepthRates, DrafterRecord, Ledger, SequenceRecord, band_of, synthesise
 from specdec.spec.alarm import Trial, trials_of
+from specdec.spec.choice import PROBE_NODES
 from specdec.spec.limits import Limits, limits_of
 from specdec.spec.proposer import Proposer
 from specdec.spec.watch import Comparison, Watch
@@ -20,15 +21,18 @@ from specdec.types import DraftTree, Scheduled, Verdict
 if TYPE_CHECKING:
     from specdec.sequence import Sequence
 
+HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
+
 
 @dataclass(slots=True)
 class Pending:
-    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens."""
+    """A draft between trim and observe: raw scores by node of the verified tree, and what it costs, in tokens. shared: see `SpecBudget`."""
 
     drafter: str
     scores: list[float]
     spent: float
     probe: bool
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -68,12 +72,42 @@ class Experience:
             state = self.states[seq] = State(limits, records, ledger)
         return state
 
+    def begin(self, seq: Sequence) -> State:
+        """A step of the sequence begins; its state."""
+        state = self.state(seq)
+        state.drafter, state.probe, state.owed = None, False, 0.0
+        state.ledger.steps += 1
+        for record in state.records.values():
+            record.step()
+        return state
+
+    def corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
+        """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
+        state, name = self.states.get(share.seq), share.budget.drafter
+        if count < 2 or state is None or name is None:
+            return [1.0], False
+        record = state.records[name]
+        if raw[1] <= 0.0:
+            synthesise(raw, parents, count, record.rates)
+        factors = [record.believed(band) for band in range(3)]
+        probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
+        if probe:
+            count = min(count, PROBE_NODES)
+            factors = [max(f, HOPE) for f in factors]
+        on_trial = state.probe or name in self.watch.comparisons  # to be seen at work, whatever it claims
+        scores = [1.0]
+        for i in range(1, count):
+            chance, above = raw[i] * factors[band_of(raw[i])], scores[parents[i]]
+            scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
+        return scores, probe
+
     def observe(self, shares: tuple[Scheduled, ...], tree: DraftTree, verdict: Verdict) -> None:
         """Learn from a verified step. A cut by an end token or a limit says nothing about the drafter."""
         drafted, decided, counts = tree.host, verdict.host, tree.host.num_nodes
         if max(counts, default=1) == 1 and not any(state.pending is not None for state in self.states.values()):
             return
         scores = [None] * len(counts) if tree.score is None else tree.score.tolist()
+        alike: dict[str, list[tuple[float, int]]] = {}
         for b, share in enumerate(shares):
             state, name = self.states.get(share.seq), share.budget.drafter
             if state is None:
@@ -84,8 +118,14 @@ class Experience:
             taken = set(decided.path[b][: decided.num_accepted[b]])
             if pending is not None and len(pending.scores) == counts[b]:
                 self._learn(state, pending, taken)
-            if counts[b] > 1:
+                if pending.shared:
+                    alike.setdefault(name, []).append((sum(pending.scores[1:]), len(taken)))
+            probe = pending is not None and pending.probe
+            if counts[b] > 1 and (probe or name not in self.watch.off):  # what was under way when it was switched off is no probe
                 self._judge(state, name, trials_of(drafted.parents[b], drafted.depth[b], scores[b], counts[b], taken))
+        for name, found in alike.items():
+            promised, accepted = (sum(column) / len(found) for column in zip(*found, strict=True))
+            self.drafters[name].profile.verified(promised, accepted)
 
     def saw_nothing(self, state: State, name: str) -> None:
         """`name` was chosen for the sequence and has nothing to draft: a step in which it wins nothing."""

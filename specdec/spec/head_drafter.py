@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.config import MAX_NODES
 from specdec.errors import ConfigError
 from specdec.spec.candidates import drawn_tree, noise_coupled
 from specdec.spec.head_kv import HeadRunner
@@ -221,22 +223,29 @@ class HeadDrafter(ABC):
 
     # -- behind a step in flight --------------------------------------------------------------------------------------
 
+    @property
+    def width_ahead(self) -> int:
+        """How wide its trees may be behind a verdict that nobody knows yet, 0 = it cannot draft there."""
+        return MAX_NODES if self._recorded is not None and self._recorded.able else 0
+
     def can_follow(self, shares: list[Scheduled], sampling: SamplingState) -> bool:
-        """Whether it can draft for these shares of a step in flight, which have one budget, behind the verdict that nobody knows yet."""
+        """Whether it can draft for these shares, which have one budget, behind the verdict of their step in flight."""
         depth = self._depth(shares[0].budget.depth)
         if self._recorded is None or not all(self._runner.current(s.seq) for s in shares):
             return False
         return self._replays(shares, [depth] * len(shares), sampling) and self._recorded.fit(shares, [depth] * len(shares), sampling)
 
-    def follow(self, shares: list[Scheduled], sampling: SamplingState, verdict: Verdict, taps: Tensor, roots: Tensor) -> Grown:
-        """Trees behind the verdict of `shares`, in flight. taps: of all rows of its pass; roots [B] i64: those of the roots."""
+    def follow(self, shares: list[Scheduled], sampling: SamplingState, said: Seq[Tensor], taps: Tensor, roots: Tensor) -> Grown:
+        """Trees behind a verdict in flight. said: of it `committed`, `num_committed` and `path` of these sequences, no deeper than their
+        budget. taps: of all rows of its pass; roots [B] i64: those of the roots."""
         assert self._recorded is not None
         self._settle()
-        rows = roots[:, None] + torch.nn.functional.pad(verdict.path, (1, 0))
+        committed, num_committed, path = said
+        rows = roots[:, None] + torch.nn.functional.pad(path, (1, 0))
         along = self._runner.own(taps[rows])
         depth = self._depth(shares[0].budget.depth)
         self._runner.ahead = {share.seq for share in shares}
-        return self._recorded.follow(shares, depth, sampling, (verdict.committed, verdict.num_committed, along))
+        return self._recorded.follow(shares, depth, sampling, (committed, num_committed, along))
 
     def drew(self, seq: Sequence, draft: HostDraft) -> None:
         """What `follow` drafted for the sequence, now that it is known here."""

@@ -1,11 +1,15 @@
-"""`Meter`: corrects the cost model with the steps of decoding alone, and tells what speculation gains."""
+"""`Meter`: corrects what steps are taken to cost with the steps of decoding alone, and tells what speculation gains."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from specdec.spec.cost import StepCost
 from specdec.types import StepStats
+
+if TYPE_CHECKING:
+    from specdec.spec.shared import Shared
 
 WINDOW = 128  # steps that the gain is told of
 
@@ -15,26 +19,23 @@ class Meter:
 
     def __init__(self, cost: StepCost | None):
         self._cost = cost
-        self._decoding = 0  # sequences that the last budget was for
-        self._drafting = 0.0  # seconds spent in drafters since
         self._last_step = -1
         self._window: deque[tuple[float, float]] = deque()  # (plain seconds for what was committed, real seconds)
         self._plain, self._real = 0.0, 0.0  # their sums
 
-    def drafted(self, seconds: float) -> None:
-        """A drafter took this long."""
-        self._drafting += seconds
-
-    def budgeted(self, stats: StepStats | None, decoding: int) -> None:
-        """A budget is asked for `decoding` sequences; `stats` are of the step before, counted once."""
-        expected, self._decoding = self._decoding, decoding
-        drafting, self._drafting = self._drafting, 0.0
+    def stepped(self, stats: StepStats | None, shared: Shared | None) -> None:
+        """`stats` are of the last step, counted once. shared: learns of it instead, where steps follow each other."""
         if stats is None or self._cost is None or stats.step == self._last_step:
             return
         self._last_step = stats.step
-        if stats.num_sampling == 0 or not stats.num_seqs == stats.num_sampling == expected or stats.preempted:
-            return  # somebody was prefilled: not a step of decoding alone
-        self._cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - drafting)
+        if stats.num_sampling == 0 or not stats.alone or stats.preempted:
+            if shared is not None:
+                shared.interrupted()
+            return
+        if shared is not None:
+            shared.took(stats)
+        else:
+            self._cost.observe(stats.num_rows, stats.num_sampling, stats.context, stats.step_seconds - stats.drafter_seconds)
         mean = stats.context // stats.num_sampling
         plain = self._cost.base(stats.num_sampling, stats.num_sampling) + stats.num_sampling * self._cost.attention(1, mean)
         self._measured(plain * stats.committed / stats.num_sampling, stats.step_seconds)

@@ -57,6 +57,11 @@ class PEagle(HeadDrafter):
     def _depth(self, depth: int) -> int:
         return min(depth, self.head.config.num_depths or depth)
 
+    @property
+    def width_ahead(self) -> int:
+        """Trees of laws that know nothing of each other are searched on the host."""
+        return super().width_ahead if self.head.config.transition > 0 else min(1, super().width_ahead)
+
     def _replays(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
         return self.head.config.transition > 0 or chain(shares)
 

@@ -6,26 +6,27 @@ corrected by how honest they proved (`acceptance`); nothing is kept where plain 
 what drafting can lose, and a drafter that collapses on all of them is off until probes show that it recovered (`watch`).
 A step without drafts has to stay what it is without speculation: who would draft nothing, or what would be cut to nothing anyway, is
 not asked (`_hopeless`), and a drafter no depth of which pays is looked at again after a pause (`SequenceRecord.rest`).
+Where heads draft behind a step in flight the whole batch gets one budget, and nothing is trimmed (`shared`).
 `SpecConfig(policy="fixed")` skips all of that: exactly these nodes, depth and width every step; a collapse is only reported.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
-from specdec.spec.acceptance import band_of, synthesise
+from specdec.spec.acceptance import band_of
 from specdec.spec.allocate import Candidate, allocate, plain_seconds, subtree
-from specdec.spec.choice import PROBE_NODES, choose, least_chance, paying_depth, widest
-from specdec.spec.cost import StepCost, measure_costs
+from specdec.spec.choice import PROBE_NODES, Bounds, bounds_of, choose, paying_depth
+from specdec.spec.cost import StepCost
 from specdec.spec.experience import Experience, Pending, State
 from specdec.spec.limits import usable
 from specdec.spec.meter import Meter
 from specdec.spec.proposer import Proposer
+from specdec.spec.shared import Shared
 from specdec.spec.tree import tree_from_lists
 from specdec.types import NO_DRAFT, DraftTree, Scheduled, SpecBudget, StepStats, Verdict
 
@@ -34,25 +35,17 @@ if TYPE_CHECKING:
 
 CHEAP = 0.1  # a drafter that takes less than this share of a plain step is always asked, and its drafts judged by score
 NEXT = 0.7  # chance of a child, given its parent, that a drafter's next pass is hoped to find
-HOPE = 0.6  # least that a probe's drafts are believed, so that they are verified where rows are not dear
+HICCUP = 10.0  # plain steps of a sequence that no draft takes: a compiler or a recorder was at work
 OWED = 0.9  # largest share of a draft's time that is put down to what was owed
+NOBODY: Mapping[str, int] = {}
 REFRESH = 16  # steps for which the bounds of a batch are kept while it stays as it is
 
 
-class Bounds(NamedTuple):
-    """What no draft in a batch of `batch` sequences gets past. widest: most nodes per sequence worth planning, 1 = drafting cannot pay.
-    least_chance: of the likeliest node. row: seconds of the first row more."""
-
-    batch: int
-    widest: int
-    least_chance: float
-    row: float
-
-
 class SpecPolicy:
-    """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters."""
+    """Decides per sequence and step. `cost` None goes with policy="fixed" or no drafters. max_rows: of a step, where one may be begun
+    behind another; None: all of them wait."""
 
-    def __init__(self, config: SpecConfig, proposers: Mapping[str, Proposer], cost: StepCost | None):
+    def __init__(self, config: SpecConfig, proposers: Mapping[str, Proposer], cost: StepCost | None, max_rows: int | None = None):
         self.config = config
         self.proposers = proposers
         self.cost = cost
@@ -63,19 +56,44 @@ class SpecPolicy:
         self._bounds, self._bounds_age = Bounds(0, 1, 0.0, 0.0), 0  # of the current batch, and for how many steps
         self._owed: defaultdict[str, float] = defaultdict(float)  # seconds besides drafting that this step's drafts take, by drafter
         self._meter = Meter(cost)
+        self._alike_all = False  # the last budgets are one for all
+        self._drafting = 0.0  # seconds spent in drafters, until somebody asks
+        self._shared = None if self.fixed or cost is None or max_rows is None else Shared(cost, self.experience, proposers, max_rows)
 
     # -- before planning ----------------------------------------------------------------------------------------------
 
-    def budget(self, sequences: Iterable[Sequence], stats: StepStats | None) -> dict[Sequence, SpecBudget]:
-        """What each decoding sequence may draft this step. `stats` of the last step correct the cost model."""
+    def budget(
+        self, sequences: Iterable[Sequence], stats: StepStats | None, ahead: Mapping[str, int] = NOBODY
+    ) -> dict[Sequence, SpecBudget]:
+        """What each decoding sequence may draft this step. `stats` of the last step correct the cost model. ahead: the heads that could
+        draft for all of them behind a step in flight, and how wide."""
         decoding = [seq for seq in sequences if seq.decoding]
-        self._meter.budgeted(stats, len(decoding))
+        self._meter.stepped(stats, self.shared)
         if not self.proposers or not decoding:
             return {}
         self.experience.watch.tick()
         self._owed.clear()
+        shared = self.shared if ahead else None
+        budget = None if shared is None else shared.choose(decoding, ahead)
+        self._alike_all = budget is not None
+        if budget is not None:
+            return {seq: self._alike(seq, budget) for seq in decoding}
+        without = {} if shared is None else shared.managed
         self._look([seq.num_computed for seq in decoding])
-        return {seq: self._budget_one(seq, len(decoding)) for seq in decoding}
+        return {seq: self._budget_one(seq, len(decoding), without) for seq in decoding}
+
+    @property
+    def shared(self) -> Shared | None:
+        """Who chooses for batches, where there are heads that can go ahead."""
+        return self._shared if any(getattr(proposer, "width_ahead", 0) for proposer in self.proposers.values()) else None
+
+    def _alike(self, seq: Sequence, budget: SpecBudget) -> SpecBudget:
+        """What the whole batch drafts, for one of it."""
+        state = self.experience.begin(seq)
+        if seq.remaining < 2 or budget.drafter is None:
+            return self._skip("policy" if budget.drafter is None else "limit")
+        state.drafter = budget.drafter
+        return budget
 
     def _look(self, contexts: Seq[int]) -> None:
         """What the current batch allows, looked at anew when its size changes and now and then."""
@@ -85,21 +103,18 @@ class SpecPolicy:
         self._token_seconds = plain_seconds(contexts, self.cost) / batch
         self._bounds_age += 1
         if self._bounds.batch != batch or self._bounds_age > REFRESH:
-            row = self.cost.base(batch + 1, batch) - self.cost.base(batch, batch)
-            self._bounds, self._bounds_age = Bounds(batch, widest(contexts, self.cost), least_chance(contexts, self.cost), row), 1
+            self._bounds, self._bounds_age = bounds_of(contexts, self.cost), 1
 
-    def _budget_one(self, seq: Sequence, batch: int) -> SpecBudget:
-        state = self.experience.state(seq)
-        state.drafter, state.probe, state.owed, limits = None, False, 0.0, state.limits
-        state.ledger.steps += 1
-        for record in state.records.values():
-            record.step()
+    def _budget_one(self, seq: Sequence, batch: int, without: Collection[str]) -> SpecBudget:
+        state = self.experience.begin(seq)
+        limits = state.limits
         nodes, depth = limits.nodes, min(limits.depth, seq.remaining - 1, limits.nodes - 1)
         if not limits.drafters or depth < 1:
             return self._skip("limit")
         names, reason = usable(limits.drafters, self.proposers, len(seq.tokens))
+        names = [name for name in names if name not in without]
         if not names:
-            return self._skip(reason)
+            return self._skip("policy" if without else reason)
         name = names[0]
         if not self.fixed:
             nodes = min(nodes, self._bounds.widest)
@@ -168,11 +183,16 @@ class SpecPolicy:
         if state.owed + unit * deepest <= CHEAP * self._token_seconds or self.cost is None:
             return deepest
         headroom -= state.owed  # it must be affordable, yet is no part of what one draft costs: the next ones gain by it
-        paying = paying_depth(state.records[name], unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial)
+        record, waits = state.records[name], self._waits()
+        paying = paying_depth(record, unit, deepest, headroom, self._token_seconds, self.cost, batch, on_trial=on_trial, waits=waits)
         if paying == 0 and not on_trial:
-            state.records[name].dismiss()
+            record.dismiss()
         looks = paying > 1 and getattr(self.proposers[name], "looks", False)  # it stops by itself, where this draft stops paying
         return max(paying, min(deepest, int(headroom / unit))) if looks else paying
+
+    def _waits(self) -> float:
+        """Seconds that a step with drafts waits more than one without, which follows the one before."""
+        return 0.0 if self.shared is None else self.shared.exposed
 
     def owes(self, name: str, seq: Sequence) -> float:
         """Seconds that a draft would take besides drafting."""
@@ -190,10 +210,23 @@ class SpecPolicy:
 
     def drafted(self, name: str, seconds: float, tree: DraftTree) -> None:
         """`name` took `seconds` to draft these trees."""
-        self._meter.drafted(seconds)
+        self._drafting += seconds
+        if self._alike_all:
+            return  # seen in whole steps
         deepest = max(max(depths) for depths in tree.host.depth)
         seconds -= min(self._owed[name], OWED * seconds)
-        self.experience.drafters[name].took(seconds / (len(tree.host.num_nodes) * max(1, deepest)))
+        trees = len(tree.host.num_nodes)
+        self.experience.drafters[name].took(seconds / (trees * max(1, deepest)), hiccup=seconds > HICCUP * trees * self._token_seconds)
+
+    def take_drafting(self) -> float:
+        """Seconds spent in drafters since the last call."""
+        seconds, self._drafting = self._drafting, 0.0
+        return seconds
+
+    def expected(self, tree: DraftTree, shares: tuple[Scheduled, ...], *, waited: bool = False) -> None:
+        """Trees on the host that are verified as they were drafted, and perhaps have been. waited: not behind a step in flight."""
+        if self.shared is not None:
+            self.shared.expected(tree, shares, waited=waited)
 
     def trim(self, tree: DraftTree, shares: tuple[Scheduled, ...], other_rows: int = 0) -> DraftTree:
         """Keep the nodes that pay. other_rows: rows of the step besides these trees (prefill).
@@ -201,6 +234,9 @@ class SpecPolicy:
         Sampled drafts (`log_q`) are left alone: choosing among drawn tokens would bias rejection sampling.
         """
         if self.fixed or self.cost is None or tree.log_q is not None:
+            return tree
+        if any(share.budget.shared for share in shares):
+            self.expected(tree, shares, waited=True)
             return tree
         counts = tree.host.num_nodes
         if max(counts) == 1:
@@ -211,12 +247,12 @@ class SpecPolicy:
         raw = tree.score.tolist() if tree.score is not None else [[0.0] * len(t) for t in tokens]
         candidates, probes = [], []
         for b, share in enumerate(shares):
-            scores, probe = self._corrected(share, raw[b], parents[b], counts[b])
+            scores, probe = self.experience.corrected(share, raw[b], parents[b], counts[b])
             state = self.experience.states.get(share.seq)
             headroom = state.ledger.headroom() * self._token_seconds if state is not None else 0.0
             candidates.append(Candidate(scores, share.seq.num_computed, headroom))
             probes.append(probe)
-        chosen = allocate(candidates, self.cost, other_rows)
+        chosen = allocate(candidates, self.cost, other_rows, 0.0 if any(probes) else self._waits())
         for b, share in enumerate(shares):
             drafted = counts[b], max(tree.host.depth[b])
             self._expect(share, [raw[b][i] for i in chosen.kept[b]], drafted, chosen.extra[b], probes[b])
@@ -224,26 +260,6 @@ class SpecPolicy:
             return tree
         names = [share.budget.drafter if len(k) > 1 else None for share, k in zip(shares, chosen.kept, strict=True)]
         return tree_from_lists([subtree(t, p, s, k) for t, p, s, k in zip(tokens, parents, raw, chosen.kept, strict=True)], names)
-
-    def _corrected(self, share: Scheduled, raw: list[float], parents: list[int], count: int) -> tuple[list[float], bool]:
-        """Scores as experience says they are, falling along paths, and whether this is a probe. Fills `raw` if unscored."""
-        state, name = self.experience.states.get(share.seq), share.budget.drafter
-        if count < 2 or state is None or name is None:
-            return [1.0], False
-        record = state.records[name]
-        if raw[1] <= 0.0:
-            synthesise(raw, parents, count, record.rates)
-        factors = [record.believed(band) for band in range(3)]
-        probe = state.probe or (factors[band_of(raw[1])] < 0.5 and record.probe_due())
-        if probe:
-            count = min(count, PROBE_NODES)
-            factors = [max(f, HOPE) for f in factors]
-        on_trial = state.probe or name in self.experience.watch.comparisons  # to be seen at work, whatever it claims
-        scores = [1.0]
-        for i in range(1, count):
-            chance, above = raw[i] * factors[band_of(raw[i])], scores[parents[i]]
-            scores.append(min(above, max(chance, HOPE * above) if on_trial and i < PROBE_NODES else chance, 0.999))
-        return scores, probe
 
     def _expect(self, share: Scheduled, scores: list[float], drafted: tuple[int, int], seconds: float, probe: bool) -> None:
         """scores: of the nodes that stayed. drafted: nodes and depth before the cut."""
@@ -257,6 +273,8 @@ class SpecPolicy:
         state.pending = Pending(name, scores, spent, probe)
         if len(scores) == 1:
             self._skipped["no_match" if drafted[0] == 1 else "policy"] += 1
+            if self._shared is not None:
+                state.records[name].dismiss()  # to ask made a step wait that could have followed another
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
@@ -283,23 +301,3 @@ class SpecPolicy:
     def gain(self) -> float | None:
         """See `Meter`."""
         return self._meter.gain()
-
-
-def make_policy(
-    config: SpecConfig,
-    proposers: Mapping[str, Proposer],
-    measure: Callable[[int, int], float],
-    *,
-    key: str = "",
-    max_model_len: int = 256,
-    cache: Path | None = None,
-) -> SpecPolicy:
-    """The policy for an engine. Costs are measured only when they will be used: policy="auto" and a drafter.
-
-    measure: (rows, context) → seconds of a target pass. key, cache: as in `measure_costs`.
-    """
-    if not proposers or config.policy == "fixed":
-        return SpecPolicy(config, proposers, None)
-    far = max(2, min(1024, max_model_len - 64))
-    rows = max(1, min(64, max_model_len - far))
-    return SpecPolicy(config, proposers, measure_costs(measure, max_rows=rows, max_context=far, cache=cache, key=key))

@@ -84,14 +84,19 @@ class RecordedDrafts:
         self._drafter, self._runner, self._record = drafter, runner, recorder()
         self._made: dict[Shape, tuple[Recorded, Callable[[], Outputs]]] = {}
 
+    @property
+    def able(self) -> bool:
+        """Whether a recording can make any drafts of this head."""
+        head = self._drafter.head
+        method = head.lm_head.method
+        return self._drafter.noise_coupled and isinstance(method, Dense) and method.weight.dtype == head.dtype
+
     def fit(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
         """Whether a recording can make these drafts."""
-        head, budget = self._drafter.head, shares[0].budget
-        method = head.lm_head.method
+        budget = shares[0].budget
         alike = all(s.budget.width == budget.width and s.budget.nodes == budget.nodes for s in shares) and len(set(depths)) == 1
-        plain = all(sampling.only_temperature(s.seq.request_slot) for s in shares)
-        dense = isinstance(method, Dense) and method.weight.dtype == head.dtype
-        return alike and plain and dense and depths[0] > 1 and self._drafter.noise_coupled and len(shares) <= SEQUENCES[-1]
+        plain = sampling.only_temperatures([s.seq.request_slot for s in shares])
+        return alike and plain and self.able and len(shares) <= SEQUENCES[-1]
 
     def drafts(self, shares: list[Scheduled], depth: int, sampling: SamplingState) -> list[HostDraft]:
         """Trees within the budgets, which are all alike."""

@@ -37,8 +37,9 @@ class Place(NamedTuple):
     block_size: int
 
     def slots(self, cells: Tensor, inside: Tensor | None = None) -> Tensor:
-        """[B, n] i64 flat slots of cells [B, n], -1 where not inside."""
-        return device_slots(self.tables, cells, self.block_size, inside)[0]
+        """[B, n] i64 flat slots of cells [B, n], -1 where not inside; there they may be any."""
+        last = self.tables.shape[2] * self.block_size - 1
+        return device_slots(self.tables, cells.clamp(max=last), self.block_size, inside)[0]
 
     def beam_rows(self, width: int, depth: int) -> BeamRows:
         """As `beam.beam_rows` where all sequences have the same beam and depth."""

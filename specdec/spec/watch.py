@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from specdec.spec.acceptance import MAX_DEPTH, DepthRates
 from specdec.spec.alarm import P_MAX, Alarm, Trial, evidence
@@ -15,6 +16,17 @@ WORSE = 0.6  # of the old head's acceptance: what "clearly below" means
 WORSE_LEVEL = math.log(1000)
 ENOUGH = 20  # trials of the old head at a depth, before it is compared with
 VERIFIED = 200  # committed drafts after which a new head stays
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """What befell the drafters of an engine. alarms: collapses of acceptance so far, by drafter (absent: none). collapsed: whether the
+    last one still holds, for every drafter there is. head_swaps: heads loaded or dropped while running; head_rollbacks: undone."""
+
+    alarms: dict[str, int]
+    collapsed: dict[str, bool]
+    head_swaps: int = 0
+    head_rollbacks: int = 0
 
 
 class Comparison:

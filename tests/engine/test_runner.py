@@ -20,6 +20,7 @@ def test_a_timed_pass_reads_a_context_of_distinct_blocks_and_changes_nothing(kin
     forward = runner.forward
     monkeypatch.setattr(runner, "forward", lambda batch: seen.append(batch) or forward(batch))
     assert runner.measure(4, 40, repeats=1) > 0.0
+    assert runner.measure(150, 40, repeats=1) > 0.0  # three sequences
 
     size = runner.kv.block_size
     for tables, num_blocks in zip(seen[0].block_tables, runner.kv.num_blocks, strict=True):

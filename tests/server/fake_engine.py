@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import InvalidRequest, RequestTooLong
-from specdec.types import CompletionOutput, DrafterHealth, RequestMetrics, RequestOutput, StepStats, TokenLogprobs
+from specdec.spec.watch import DrafterHealth
+from specdec.types import CompletionOutput, RequestMetrics, RequestOutput, StepStats, TokenLogprobs
 
 VOCAB = 512
 

@@ -26,6 +26,7 @@ COUNTERS = (
     "spec_accepted_tokens",
     "spec_accepted_position",
     "spec_skipped",
+    "spec_waited",
     "drafter_alarms",
     "head_swaps",
     "head_rollbacks",
@@ -86,6 +87,7 @@ def test_step_statistics() -> None:
     stats.drafts, stats.drafted, stats.accepted = {"ngram": 2}, {"ngram": 6}, {"ngram": 3}
     stats.accepted_position = {"ngram": [2, 1]}
     stats.skipped = {"dormant": 1}
+    stats.waited = "budget"
     stats.drafter_states = {"ngram": {"active": 2, "dormant": 1}}
     metrics.observe_step(stats)
     stats.drafter_states = {"ngram": {"warm": 3}}
@@ -98,6 +100,7 @@ def test_step_statistics() -> None:
     assert value("spec_steps_total", drafter="ngram") == 4
     assert [value("spec_accepted_position_total", drafter="ngram", position=p) for p in "12"] == [4, 2]
     assert value("spec_skipped_total", reason="dormant") == 2
+    assert value("spec_waited_total", reason="budget") == 2
     assert [value("drafter_state", drafter="ngram", state=s) for s in ("active", "warm", "dormant")] == [0, 3, 0]
     assert value("speculation_gain_ratio") == 1.7
     assert value("draft_seconds_sum") == pytest.approx(0.004) and value("verify_seconds_count") == 2

@@ -135,6 +135,7 @@ def simulate(
             committed += len(new)
         policy.observe(shares, tree, verdict)
         stats = StepStats(step, len(shares), sum(nodes), len(shares), sum(contexts), step_seconds=seconds, committed=committed)
+        stats.drafter_seconds = policy.take_drafting()
         total, step = total + seconds, step + 1
         drafts.append([n - 1 for n in nodes])
         for seq in running:

@@ -210,3 +210,13 @@ def test_small_models_measure_small():
 def test_bad_tables_are_refused(rows, contexts, near, far):
     with pytest.raises(ValueError):
         CostTable(rows, contexts, near, far)
+
+
+def test_recorded_passes_cost_what_the_next_size_costs():
+    seen = []
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    cost = measure_costs(lambda rows, context: seen.append(rows) or linear(rows, context), max_rows=256, sizes=sizes)
+    assert max(seen) == 256 and {96, 128, 192} <= set(seen)
+    assert cost.base(5, 1) == cost.base(8, 1) > cost.base(4, 1) == cost.base(3, 1)
+    assert cost.base(33, 4) == cost.base(48, 4) and cost.base(97, 32) == cost.base(128, 32)
+    assert cost.base(300, 32) > cost.base(256, 32)

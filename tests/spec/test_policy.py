@@ -22,8 +22,9 @@ from specdec.spec.acceptance import (
 from specdec.spec.allocate import Candidate, allocate
 from specdec.spec.choice import least_chance, paying_depth, widest
 from specdec.spec.limits import Limits, limits_of
+from specdec.spec.make import make_policy
 from specdec.spec.median import Median
-from specdec.spec.policy import SpecPolicy, make_policy
+from specdec.spec.policy import SpecPolicy
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.types import NO_DRAFT, Scheduled, SpecBudget, StepStats
 from tests.spec.drafting import judge, lists, sequence
@@ -298,12 +299,9 @@ def test_the_cost_model_sees_decoding_steps_without_draft_time():
     seq = sequence([1, 2])
     made.budget([seq], None)
     made.drafted("ngram", 3e-3, root_only([2]))
-    made.budget([seq], StepStats(0, 1, 4, 1, 10, step_seconds=13e-3, committed=4))
-    made.budget([seq], StepStats(1, 2, 400, 1, 10, step_seconds=1.0, committed=1))  # a prefill share: not decoding alone
-    prefilling = sequence([1, 2])
-    prefilling.num_computed = 0
-    made.budget([prefilling], None)
-    made.budget([seq], StepStats(2, 1, 40, 1, 10, step_seconds=1.0, committed=1))  # the last chunk of a prompt samples too
+    made.budget([seq], StepStats(0, 1, 4, 1, 10, step_seconds=13e-3, committed=4, drafter_seconds=made.take_drafting()))
+    made.budget([seq], StepStats(1, 2, 400, 1, 10, step_seconds=1.0, committed=1, alone=False))  # a prefill share
+    assert made.take_drafting() == 0.0
     assert cost.observed == [(4, pytest.approx(10e-3))]
 
 
