@@ -26,11 +26,8 @@
 // operands agree, so nothing is repacked. Tokens are the right operand, in shared memory. Where two rows of a weight are needed together
 // (gate and up, two numbers that rotate), a tile has 8 of the ones and 8 of the others.
 //
-// Warps multiply in teams, who take units by turns, so that what a unit costs whatever its size is paid by few.
-//
-// Order of reduction. Per row and feature: pieces of a warp by rising column, then warps of a team, then teams by the first of their units.
-// Hence bits do not depend on who took a tile, but on the weight's shape and, through the norms' squares and windows, on how many rows
-// there are.
+// Order of reduction. Per row and feature: pieces of a warp by rising column, then warps by number. Hence bits depend on the weight's shape
+// and the number of warps alone, neither on who took a tile nor, but for the squares of a norm, on how many rows there are.
 //
 // Needs all its thread blocks on the card at once: at most one a multiprocessor, and nobody else's that wait for these.
 #pragma once
@@ -44,7 +41,6 @@ template <class Weight, int TOKEN_TILES, int WARPS>
 struct Kernel {
   static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 32 * FINISHERS + 32;
   static constexpr int RESULTS = TOKEN_TILES * 128;  // sums of a tile
-  static constexpr int TEAM = WARPS / GROUPS;        // warps that multiply a unit
   using Number = typename Weight::Number;
 
   // Tokens of DOWN that do not fit all at once: two windows by turns, one multiplied, the other on its way.
@@ -58,15 +54,9 @@ struct Kernel {
     SPECDEC_DEVICE float both(int n, int i) const { return of[0][n][i] + of[1][n][i]; }
   };
 
-  // What goes with the sums of an item's tiles; scales with the first lanes of the team that had the tile's first unit.
+  // What goes with the sums of an item's tiles.
   struct Beside {
     float scale[TILES], residual[TILES];
-  };
-
-  // Where a warp stands: units that came by, in the ring and since the launch began; rooms for sums.
-  struct Stand {
-    Cursor unit, turn;
-    int serial;
   };
 
   const Call& call;
@@ -101,9 +91,8 @@ struct Kernel {
   SPECDEC_DEVICE uint64_t* next_phase() const { return barrier(2 * MAX_STAGES + 2 * SUMS); }
   SPECDEC_DEVICE int& item_of(int stage) const { return reinterpret_cast<int*>(shared + 320)[stage]; }  // a unit's, -1 = phase ends
   SPECDEC_DEVICE int& tile_summed(int turn) const { return reinterpret_cast<int*>(shared + 384)[turn]; }
-  SPECDEC_DEVICE int& teams_summed(int turn) const { return reinterpret_cast<int*>(shared + 400)[turn]; }  // that have sums of it
   SPECDEC_DEVICE float& shrunk(int token) const { return reinterpret_cast<float*>(shared + 448)[token]; }  // undoes its power of two
-  SPECDEC_DEVICE float* sums(int turn) const { return reinterpret_cast<float*>(shared + room.sums + turn * room.sum); }  // [place][RESULTS]
+  SPECDEC_DEVICE float* sums(int turn) const { return reinterpret_cast<float*>(shared + room.sums + turn * room.sum); }  // [token tile][warp][128]
   SPECDEC_DEVICE float* residuals(int turn) const { return sums(turn) + WARPS * RESULTS; }  // [RESULTS]
   SPECDEC_DEVICE float* scales(int turn) const { return residuals(turn) + RESULTS; }  // [TILE]
   SPECDEC_DEVICE float* scales_of(int stage) const { return reinterpret_cast<float*>(shared + HEADER) + stage * TILE; }
@@ -188,13 +177,13 @@ struct Kernel {
   // ---- The warps that multiply
 
   SPECDEC_DEVICE void multiply_all() const {
-    Stand stand{};
+    Cursor unit, turn;
 #pragma unroll 1
-    for (int phase = OUT; phase < PHASES && call.matrix[phase].rows != 0; phase++) multiply_phase(phase, stand);
+    for (int phase = OUT; phase < PHASES && call.matrix[phase].rows != 0; phase++) multiply_phase(phase, unit, turn);
   }
 
   // One code for all phases: with one for each, whose instructions come from memory once a launch, phases took 2 us longer.
-  SPECDEC_DEVICE void multiply_phase(int phase, Stand& stand) const {
+  SPECDEC_DEVICE void multiply_phase(int phase, Cursor& unit, Cursor& turn) const {
     const bool works = cta < items(phase);
     const char* input = static_cast<const char*>(phase == OUT ? call.mixed : phase == GATE_UP ? call.mid : phase == DOWN ? call.inner : call.last);
     Near near{};
@@ -211,21 +200,19 @@ struct Kernel {
     }
 #pragma unroll 1
     for (;;) {
-      wait_barrier(full(stand.unit.stage), stand.unit.parity);
-      const int item = item_of(stand.unit.stage), first = stand.serial;
+      wait_barrier(full(unit.stage), unit.parity);
+      const int item = item_of(unit.stage);
       if (item < 0) break;
       if (item != cta) look_beside(phase, item, beside);
       Sum sum[TILES] = {};
-      multiply_item(phase, item, sum, beside, stand, window, input);
+      multiply_item(phase, item, sum, beside, unit, window, input);
 #pragma unroll
       for (int t = 0; t < TILES; t++)
-        if (t < tiles_of(phase, item)) hand_over(phase, item, t, sum[t], beside, first, stand.turn);
+        if (t < tiles_of(phase, item)) hand_over(sum[t], beside.residual[t], beside.scale[t], item * at_once(phase) + t, turn);
     }
-    leave(stand.unit);
+    leave(unit);
     wait_copies<0>();  // of a window that nobody needed, whose room is the next phase's
-    wait_barrier(finished(stand.turn.stage), stand.turn.parity ^ 1);
-    if (thread == 0) tile_summed(stand.turn.stage) = -1;
-    hand_over(stand.turn);
+    hand_over({}, 0.0f, 0.0f, -1, turn);
   }
 
   SPECDEC_DEVICE void leave(Cursor& cursor) const {
@@ -234,11 +221,9 @@ struct Kernel {
     cursor.advance(call.stages);
   }
 
-  SPECDEC_DEVICE int team() const { return warp / TEAM; }
-
-  // All warps see all units go by, since the first of an item tells which it is; a team multiplies every GROUPS-th.
+  // The first unit is there.
   SPECDEC_DEVICE void multiply_item(
-      int phase, int item, Sum (&sum)[TILES], Beside& beside, Stand& stand, Window& window, const char* input) const {
+      int phase, int item, Sum (&sum)[TILES], Beside& beside, Cursor& cursor, Window& window, const char* input) const {
     const Matrix& matrix = call.matrix[phase];
     const int row_bytes = matrix.columns * Weight::BYTES, pitch = Weight::token_pitch(matrix.window), count = tiles_of(phase, item);
     int column = 0;  // in the window
@@ -248,13 +233,10 @@ struct Kernel {
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         if (t == count) break;
-        const int stage = stand.unit.stage;
-        wait_barrier(full(stage), stand.unit.parity);  // who does not multiply it too, lest it runs ahead of the ring
-        if (stand.serial++ % GROUPS == team()) {
-          if (start == 0) beside.scale[t] = matrix.scale == nullptr ? 1.0f : scales_of(stage)[lane % TILE];
-          multiply(sum[t], unit(stage), matrix.chunk, from, pitch);
-        }
-        leave(stand.unit);
+        wait_barrier(full(cursor.stage), cursor.parity);
+        if (start == 0 && thread < TILE) beside.scale[t] = matrix.scale == nullptr ? 1.0f : scales_of(cursor.stage)[thread];
+        multiply(sum[t], unit(cursor.stage), matrix.chunk, from, pitch);
+        leave(cursor);
       }
       column += matrix.chunk / Weight::BYTES;
       if (in_windows(phase) && (column == matrix.window || start + matrix.chunk == row_bytes)) turn_window(window, input), column = 0;
@@ -266,7 +248,7 @@ struct Kernel {
   SPECDEC_DEVICE void multiply(Sum& sum, const char* codes, int chunk, const char* tokens, int pitch) const {
     const int row = row_in_half(group);
 #pragma unroll 1
-    for (int piece = warp % TEAM; piece < chunk / PIECE; piece += TEAM) {
+    for (int piece = warp; piece < chunk / PIECE; piece += WARPS) {
       const char* own = codes + piece * HALF * PIECE + row * PIECE;
       const char* x = tokens + group * pitch + piece * 8 * Weight::X + quad * Weight::X;
       uint4 low[2], high[2], right[2][TOKEN_TILES][Weight::X / 16] = {};
@@ -317,26 +299,18 @@ struct Kernel {
     }
   }
 
-  // first: the number of the item's first unit. A team's place among the sums follows from which units of the tile it had, not from who it is.
-  SPECDEC_DEVICE void hand_over(int phase, int item, int t, const Sum& sum, const Beside& beside, int first, Cursor& turn) const {
-    const Matrix& matrix = call.matrix[phase];
-    const int count = tiles_of(phase, item), units = matrix.columns * Weight::BYTES / matrix.chunk;
-    const int behind = (team() + GROUPS * 2 - (first + t) % GROUPS) % GROUPS, place = behind / count;
-    const int teams = units < GROUPS / count ? units : GROUPS / count;
+  SPECDEC_DEVICE void hand_over(const Sum& sum, float residual, float scale, int tile, Cursor& turn) const {
     wait_barrier(finished(turn.stage), turn.parity ^ 1);
-    if (thread == 0) tile_summed(turn.stage) = item * at_once(phase) + t, teams_summed(turn.stage) = teams;
-    if (behind % count == 0 && place < teams) {
-      float* to = sums(turn.stage) + (place * TEAM + warp % TEAM) * RESULTS;
+    float* to = sums(turn.stage);
+    if (thread == 0) tile_summed(turn.stage) = tile;
+    if (tile >= 0) {
 #pragma unroll
       for (int n = 0; n < TOKEN_TILES; n++)
-        *reinterpret_cast<float4*>(to + n * 128 + 4 * lane) = make_float4(sum.both(n, 0), sum.both(n, 1), sum.both(n, 2), sum.both(n, 3));
-      if (place == 0 && warp % TEAM == 0 && lane < TILE) scales(turn.stage)[lane] = beside.scale[t];
+        *reinterpret_cast<float4*>(to + (n * WARPS + warp) * 128 + 4 * lane) =
+            make_float4(sum.both(n, 0), sum.both(n, 1), sum.both(n, 2), sum.both(n, 3));
+      if (thread < RESULTS) residuals(turn.stage)[thread] = residual;
+      if (thread < TILE) scales(turn.stage)[thread] = scale;
     }
-    if (thread < RESULTS) residuals(turn.stage)[thread] = beside.residual[t];
-    hand_over(turn);
-  }
-
-  SPECDEC_DEVICE void hand_over(Cursor& turn) const {
     warp_barrier();
     if (lane == 0) arrive_barrier(summed(turn.stage));
     turn.advance(SUMS);
@@ -541,12 +515,10 @@ struct Kernel {
 
   // A sum over all warps, scaled and rounded.
   SPECDEC_DEVICE float result(int phase, int turn, int i, int token) const {
-    const float* from = sums(turn) + i;
+    const float* from = sums(turn) + i / 128 * WARPS * 128 + i % 128;
     float sum = 0.0f;
-#pragma unroll 1
-    for (int left = teams_summed(turn); left > 0; left--)
 #pragma unroll
-      for (int w = 0; w < TEAM; w++) sum += *from, from += RESULTS;
+    for (int w = 0; w < WARPS; w++) sum += from[w * 128];
     const float shrink = !Weight::SCALES_TOKENS ? 1.0f : phase == DOWN ? call.inner_shrunk : shrunk(token);
     return rounded(sum * scales(turn)[feature_of(i)] * shrink);
   }

@@ -19,7 +19,6 @@ constexpr int TILES = 2;   // that share a window of tokens
 constexpr int PIECE = 128; // bytes of a row that lie together in shared memory; a warp multiplies half of them at once
 constexpr int MAX_STAGES = 16;
 constexpr int SUMS = 2;    // rooms for the warps' sums, by turns: a tile's are added up while the next tile is multiplied
-constexpr int GROUPS = 4;  // of the warps that multiply, who take units by turns
 constexpr int FINISHERS = 3;  // warps that add them up; with 16 that multiply and one that fetches, five a scheduler
 constexpr int MAX_ROWS = 16;
 constexpr int HEADER = 640;  // bytes of shared memory for barriers and small things, behind which lie scales
