@@ -37,10 +37,10 @@ def weight(rows: int, columns: int, fp8: bool) -> seg.Weight:
 def segment(model: str, fp8: bool) -> seg.Segment:
     """Random weights of a layer of the model."""
     hidden, inner, q, qkv = SHAPES[model]
-    norm = seg.Scaling(torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1.0, 1e-5)
+    norm = seg.Scaling(torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1e-5)
     shapes = (hidden, q), (2 * inner, hidden), (hidden, inner), (qkv, hidden)
     out, gate_up, down, following = (weight(*shape, fp8) for shape in shapes)
-    return seg.Segment(out, gate_up, down, norm, following, norm, seg.growth_of(gate_up, norm) if fp8 else 1.0)
+    return seg.Segment(out, gate_up, down, norm, following, norm).measured()
 
 
 def measure(model: str, form: str, rows: int, chunk: int) -> dict[str, object] | None:
@@ -49,7 +49,7 @@ def measure(model: str, form: str, rows: int, chunk: int) -> dict[str, object] |
     mixed, residual = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (q, hidden))
     counters = [torch.zeros(seg.COUNTERS, dtype=torch.int64, device="cuda") for _ in range(64)]
     one = segment(model, form == "fp8")
-    if seg.rejects(one) is not None:
+    if seg.rejects(one.weights) is not None:
         return None
     moved = sum(w.data.nbytes for w in one.weights)
     call, _ = seg.prepare_call(one, mixed, residual, counters[0], limit=seg.shared_limit(mixed.device), chunk=chunk)

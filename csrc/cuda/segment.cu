@@ -30,7 +30,8 @@ cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
 constexpr int WARPS = 16;
 
 template <class Weight, int TOKEN_TILES>
-__global__ void __launch_bounds__(Kernel<Weight, TOKEN_TILES, WARPS>::THREADS, 1) decoder_segment(const __grid_constant__ Call call, const __grid_constant__ Room room) {
+__global__ void __launch_bounds__(Kernel<Weight, TOKEN_TILES, WARPS>::THREADS, 1)
+    decoder_segment(const __grid_constant__ Call call, const __grid_constant__ Room room) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) char shared[];
   Kernel<Weight, TOKEN_TILES, WARPS>(call, room, shared, threadIdx.x, blockIdx.x, gridDim.x).run();

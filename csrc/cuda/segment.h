@@ -243,6 +243,8 @@ struct Kernel {
     }
   }
 
+  static constexpr int SIDES = TOKEN_TILES == 1 ? 2 : 1;  // halves of a piece that registers hold at once
+
   // Adds this warp's pieces of a unit; the halves of a piece have sums of their own, so that products wait for each other half as often.
   // Lanes whose token is none read nothing, which saves shared memory its time, and nobody reads their sums.
   SPECDEC_DEVICE void multiply(Sum& sum, const char* codes, int chunk, const char* tokens, int pitch) const {
@@ -251,30 +253,33 @@ struct Kernel {
     for (int piece = warp; piece < chunk / PIECE; piece += WARPS) {
       const char* own = codes + piece * HALF * PIECE + row * PIECE;
       const char* x = tokens + group * pitch + piece * 8 * Weight::X + quad * Weight::X;
-      uint4 low[2], high[2], right[2][TOKEN_TILES][Weight::X / 16] = {};
 #pragma unroll
-      for (int side = 0; side < 2; side++) {
-        const int part = ((4 * side + quad) ^ row) * 16;
-        low[side] = *reinterpret_cast<const uint4*>(own + part), high[side] = *reinterpret_cast<const uint4*>(own + HALF * chunk + part);
+      for (int first = 0; first < 2; first += SIDES) {
+        uint4 low[SIDES], high[SIDES], right[SIDES][TOKEN_TILES][Weight::X / 16] = {};
 #pragma unroll
-        for (int n = 0; n < TOKEN_TILES; n++)
+        for (int side = 0; side < SIDES; side++) {
+          const int part = ((4 * (first + side) + quad) ^ row) * 16;
+          low[side] = *reinterpret_cast<const uint4*>(own + part), high[side] = *reinterpret_cast<const uint4*>(own + HALF * chunk + part);
 #pragma unroll
-          for (int i = 0; i < Weight::X / 16; i++)
-            if (8 * n + group < call.M)
-              right[side][n][i] = *reinterpret_cast<const uint4*>(x + 8 * n * pitch + side * 4 * Weight::X + 16 * i);
-      }
+          for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
-      for (int p = 0; p < Weight::PRODUCTS; p++)
-#pragma unroll
-        for (int side = 0; side < 2; side++) {
-          uint32_t left[4];
-          Weight::left(left, low[side], high[side], p);
-#pragma unroll
-          for (int n = 0; n < TOKEN_TILES; n++) {
-            const uint4& r = right[side][n][p / 2];
-            multiply_add(sum.of[side][n], left, p % 2 ? r.z : r.x, p % 2 ? r.w : r.y, Number());
-          }
+            for (int i = 0; i < Weight::X / 16; i++)
+              if (8 * n + group < call.M)
+                right[side][n][i] = *reinterpret_cast<const uint4*>(x + 8 * n * pitch + (first + side) * 4 * Weight::X + 16 * i);
         }
+#pragma unroll
+        for (int p = 0; p < Weight::PRODUCTS; p++)
+#pragma unroll
+          for (int side = 0; side < SIDES; side++) {
+            uint32_t left[4];
+            Weight::left(left, low[side], high[side], p);
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+              const uint4& r = right[side][n][p / 2];
+              multiply_add(sum.of[first + side][n], left, p % 2 ? r.z : r.x, p % 2 ? r.w : r.y, Number());
+            }
+          }
+      }
     }
   }
 

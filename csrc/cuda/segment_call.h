@@ -92,8 +92,9 @@ struct Plain {
   }
 };
 
-// e4m3: the card widens two codes to f16 with one instruction, where bit tricks towards bf16 take four and a half. So tokens are f16 too,
-// each row times a power of two that brings its largest number below 2^15: then nothing is rounded but what is 2^-29 of that.
+// e4m3: the card widens two codes to f16 with one instruction, where bit tricks towards bf16 take four and a half (of another unit, and which
+// is faster here has not been settled: bench/LOG.md). So tokens are f16 too, each row times a power of two that brings its largest number
+// below 2^15: then nothing is rounded but what is 2^-29 of that.
 struct E4m3Rows {
   static constexpr int BYTES = 1, X = 32, PRODUCTS = 4;
   static constexpr bool SCALES_TOKENS = true;

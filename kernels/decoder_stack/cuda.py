@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -63,7 +63,7 @@ def cut(stacked: Sequence[Layer | MoELayer], norm: RMSNorm) -> tuple[tuple[Segme
         return (), reason
     layers = [cast("Layer", layer) for layer in stacked]
     made = tuple(segment_of(layer, after) for layer, after in zip(layers, [*layers[1:], None], strict=True))
-    return made, next((why for one in made if (why := segment.rejects(one)) is not None), None)
+    return made, next((why for one in made if (why := segment.rejects(one.weights)) is not None), None)
 
 
 def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | None, str | None]:
@@ -78,8 +78,11 @@ def build(made: tuple[Segment, ...], most: int = MOST_ROWS) -> tuple[Segments | 
         segment.function(device)
     except KernelUnavailable as err:
         return None, str(err)
+    measured = tuple(one.measured() for one in made)
+    if min(one.inner_grown for one in measured) < segment.LEAST_GROWTH:
+        return None, "silu(gate) · up could be larger than f16 holds well"
     counters = torch.zeros(len(made), segment.COUNTERS, dtype=torch.int64, device=device)
-    return Segments(made, counters.unbind(), rows), None
+    return Segments(measured, counters.unbind(), rows), None
 
 
 def refuse(layers: Sequence[Layer | MoELayer], norm: RMSNorm) -> str | None:
@@ -113,12 +116,10 @@ def segment_of(layer: Layer, after: Layer | None) -> Segment:
         return Weight.of(found)
 
     def scaling(norm: RMSNorm) -> Scaling:
-        return Scaling.of(norm.weight, norm.eps)
+        return Scaling(norm.weight, norm.eps)
 
-    gate_up, post = weight(layer.gate_up), scaling(layer.post_norm)
-    following = () if after is None else (weight(after.attention.qkv), scaling(after.input_norm))
-    made = Segment(weight(layer.attention.out), gate_up, weight(layer.down), post, *following)
-    return made if gate_up.scale is None else replace(made, inner_grown=segment.growth_of(gate_up, post))
+    parts = weight(layer.attention.out), weight(layer.gate_up), weight(layer.down), scaling(layer.post_norm)
+    return Segment(*parts) if after is None else Segment(*parts, weight(after.attention.qkv), scaling(after.input_norm))
 
 
 def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Tensor, Tensor]) -> Turn | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from specdec.kernels.cuda_fragments import compiled, multiprocessors
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
-TILE, PIECE, MAX_STAGES, SUMS, HEADER, MOST_ROWS = 16, 128, 16, 2, 1664, 16  # as in segment_call.h
+TILE, PIECE, MAX_STAGES, SUMS, MOST_ROWS = 16, 128, 16, 2, 16  # as in segment_call.h
+HEADER = 640 + 4 * MAX_STAGES * TILE  # and SCALES
 COUNTERS = 32  # numbers of 64 bits that a segment's launches count with (`specdec::segment::Counters`)
 CHUNK = 2048  # bytes of a weight's row that are copied at once; a copy takes no more
 WARPS = 16
@@ -108,16 +109,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """A norm: weights [H] bf16, the largest of them without its sign, eps."""
+    """A norm: weights [H] bf16, eps, the largest weight without its sign, which is for FP8 alone."""
 
     weight: Tensor
-    peak: float
     eps: float
+    peak: float = 0.0
 
-    @staticmethod
-    def of(weight: Tensor, eps: float) -> Scaling:
-        """Waits for the device."""
-        return Scaling(weight, float(weight.abs().max()), eps)
+    def measured(self) -> Scaling:
+        """With its peak. Waits for the device."""
+        return replace(self, peak=float(self.weight.abs().max()))
 
     def field(self) -> Norm:
         return Norm(self.weight.data_ptr(), self.peak, self.eps)
@@ -140,33 +140,34 @@ class Segment:
     def weights(self) -> tuple[Weight, ...]:
         return self.out, self.gate_up, self.down, *(() if self.qkv is None else (self.qkv,))
 
+    def measured(self) -> Segment:
+        """With what a launch has to know of the numbers in FP8 weights and their norms. Reads the weights and waits for the device."""
+        if self.gate_up.scale is None:
+            return self
+        post, following = self.post_norm.measured(), None if self.next_norm is None else self.next_norm.measured()
+        return replace(self, post_norm=post, next_norm=following, inner_grown=growth_of(self.gate_up, post))
+
 
 def growth_of(gate_up: Weight, post_norm: Scaling) -> float:
     """The power of two that brings every silu(gate) · up below 2^15, so that f16 holds it: normed tokens are no longer than √H times the
     largest of the norm's weights, and a product no larger than that times the length of the longest row."""
-    rows, hidden = gate_up.data.shape
-    longest = [0.0, 0.0]
-    for start in range(0, rows, 4096):  # a part at a time, since it is widened
-        part = gate_up.data[start : start + 4096].float()
-        lengths = part.norm(dim=1) if gate_up.scale is None else part.norm(dim=1) * gate_up.scale[start : start + 4096]
-        for half, own in enumerate((lengths[: max(rows // 2 - start, 0)], lengths[max(rows // 2 - start, 0) :])):
-            longest[half] = max(longest[half], float(own.nan_to_num(0.0).max()) if len(own) else 0.0)
-    bound = longest[0] * longest[1] * hidden * post_norm.peak**2
+    lengths = torch.cat([part.float().norm(dim=1) for part in gate_up.data.split(4096)])  # a part at a time, since it is widened
+    if gate_up.scale is not None:
+        lengths = lengths * gate_up.scale
+    gate, up = lengths.nan_to_num(0.0).view(2, -1).amax(1).tolist()
+    bound = gate * up * gate_up.data.shape[1] * post_norm.peak**2
     return 1.0 if not 0 < bound < math.inf else 2.0 ** min(14 - math.frexp(bound)[1], 30)
 
 
 def chunk_bytes(row: int, most: int = CHUNK) -> int:
-    """The largest piece that divides a row of so many bytes into equal whole pieces, at most `most`; 0 = there is none."""
+    """The largest part of a row of so many bytes that divides it and is of whole pieces, at most `most` bytes; 0 = there is none."""
     return next((row // n for n in range(-(-row // most), row // PIECE + 1) if row % (n * PIECE) == 0), 0)
 
 
-def rejects(one: Segment) -> str | None:
+def rejects(weights: Sequence[Weight]) -> str | None:
     """Why the kernel does not take these weights, or None."""
-    weights = one.weights
     if any(w.data.dtype not in FORMATS or not w.data.is_contiguous() for w in weights) or len({w.data.dtype for w in weights}) > 1:
         return "weights must be dense, all of bf16 or all of FP8 with a scale a row"
-    if one.inner_grown < LEAST_GROWTH:
-        return "silu(gate) · up could be larger than f16 holds well"
     fits = all(w.data.shape[0] % TILE == 0 and w.row_bytes % PIECE == 0 for w in weights)
     return None if fits else f"weights must be of multiples of {TILE} rows and of {PIECE} bytes a row"
 
