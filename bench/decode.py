@@ -87,6 +87,11 @@ def config_of(
     )
 
 
+def promising(target: LoadedModel, method: str, accept: list[float]) -> str:
+    """Directory of a dummy head whose drafts promise what these rates give them, each on the condition that the one before was taken."""
+    return dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-")), accept[-1] ** (1 / len(accept)))
+
+
 def decoding(config: EngineConfig, target: LoadedModel) -> Engine:
     """An engine all of whose sequences, as many as it takes, have been decoding for WARM steps, or LEARNING ones."""
     engine = build_engine(config, oracle=lambda seq: [7] * 64, target=target)
@@ -200,7 +205,7 @@ def records(
     policy, act."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
-    head = None if method is None else (method, dummy_head(target, method, Path(tempfile.mkdtemp(prefix="specdec-head-"))))
+    head = None if method is None else (method, promising(target, method, accept))
     for batch, (pdl, cut) in product(batches, launches):
         case = {"bench": "decode", "model": model, "accept": accept, "head": method, **how, "floor_ms": least, "pdl": pdl, "cut": cut}
         case["prefill_ms"] = prompt

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bench import decode
 from bench.decode import MODELS, config_of, decoding, directory, measure
+from bench.dummy_head import dummy_head
 from bench.profile.step import Span, busy, by_time
 from specdec.boot import load_target
 from specdec.config import EngineConfig
@@ -58,3 +62,12 @@ def test_busy_time_counts_overlaps_once() -> None:
     spans = [Span("a", 10.0, 20.0), Span("b", 15.0, 25.0), Span("a", 40.0, 45.0), Span("c", 41.0, 42.0)]
     assert busy(spans) == (20.0, 35.0)
     assert by_time(spans)[0] == ("a", 2, 15.0)
+
+
+@pytest.mark.parametrize("promise", [0.4, 0.85])
+def test_a_dummy_head_promises_what_it_is_told(promise: float, tmp_path: Path) -> None:
+    target = load_target(config_of(checkpoint(), 1, [], True, device="cpu").with_(load_format="auto"))
+    head = load_file(Path(dummy_head(target, "eagle3", tmp_path, promise)) / "model.safetensors")
+    weight = head["lm_head.weight"].float()
+    states = torch.nn.functional.rms_norm(torch.randn(512, weight.shape[1]), weight.shape[1:])
+    assert abs(torch.softmax(states @ weight.T, dim=-1).amax(dim=-1).mean().item() - promise) < 0.05

@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on a GPU: a Chrome trace, the kernels by time, and the gaps between them.
 
-    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--head peagle] [--eager] [--steps 8] [--out FILE]
+    python -m bench.profile.step [--model llama-3.1-8b] [--batch 1] [--accept 0.8 0.6] [--head peagle] [--act fp8] [--eager] [--out FILE]
 
 The steps are those of `bench.decode`. Open the trace in ui.perfetto.dev. Needs nothing but torch; its own cost widens the gaps, so a step
 is longer here than there, and only the times of kernels can be compared.
@@ -9,7 +9,6 @@ is longer here than there, and only the times of kernels can be compared.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.decode import MODELS, config_of, decoding, directory
-from bench.dummy_head import HEADS, dummy_head
+from bench.decode import MODELS, config_of, decoding, directory, promising
+from bench.dummy_head import HEADS
 from specdec.boot import load_target
+from specdec.config import ACT_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--accept", type=float, nargs="*", default=[], help="as in bench.decode")
     parser.add_argument("--head", choices=HEADS, help="as in bench.decode")
+    parser.add_argument("--act", choices=ACT_DTYPES, default="auto", help="as in bench.decode")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--top", type=int, default=40, help="kernels to print")
     parser.add_argument("--out", type=Path, default=Path("step.json"))
     args = parser.parse_args()
-    config = config_of(directory(args.model), args.batch, args.accept, args.eager)
+    config = config_of(directory(args.model), args.batch, args.accept, args.eager, act=args.act)
     target = load_target(config)
     if args.head:
-        head = args.head, dummy_head(target, args.head, Path(tempfile.mkdtemp(prefix="specdec-head-")))
-        config = config_of(directory(args.model), args.batch, args.accept, args.eager, head=head)
+        head = args.head, promising(target, args.head, args.accept)
+        config = config_of(directory(args.model), args.batch, args.accept, args.eager, head=head, act=args.act)
     engine = decoding(config, target)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         for _ in range(args.steps):
@@ -74,7 +76,7 @@ def main() -> None:
     device = [event for event in traced.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in device]
     worked, whole = busy(spans)
-    for name, launches, spent in by_time(spans)[:25]:
+    for name, launches, spent in by_time(spans)[: args.top]:
         print(f"{spent / args.steps:10.1f} us a step {launches / args.steps:7.1f} launches  {name[:90]}")
     print(f"device busy {worked / args.steps:.0f} of {whole / args.steps:.0f} us a step; trace in {args.out}")
 
