@@ -22,7 +22,7 @@ DRAFT_VOCAB = 32_000  # of the heads published for models of 128,256 tokens
 
 def spread(promise: float, vocab: int) -> float:
     """Standard deviation of normal logits [vocab] whose likeliest token has the probability `promise`, from 0.05 to 0.95, in the mean."""
-    logits = torch.randn(128, vocab, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(128, vocab, generator=torch.Generator().manual_seed(0), device="cpu")
     low, high = 0.0, 100.0
     for _ in range(12):
         middle = (low + high) / 2
