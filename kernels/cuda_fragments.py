@@ -101,15 +101,29 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels of a decode pass are launched so from here on (`triton_common.early`)."""
+    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
+
+    return bool(early(device).get("launch_pdl"))
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Of the card, 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 @cache
 def compiled(device: torch.device) -> ctypes.CDLL:
     """The functions, built if need be. KernelUnavailable where they cannot be."""
-    major, minor = torch.cuda.get_device_capability(device)
     try:
-        functions = library(10 * major + minor)
+        functions = library(capability(device))
     except (OSError, RuntimeError) as err:
         raise KernelUnavailable(f"the CUDA kernels cannot be had ({err}); SPECDEC_CUDA=0 does without") from err
     functions.specdec_error.restype = ctypes.c_char_p
     functions.specdec_fragment_linear.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 4, ctypes.c_void_p]
+    functions.specdec_few_attention.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 5, ctypes.c_void_p]
     functions.specdec_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     return functions

@@ -45,6 +45,7 @@ from specdec.kernels.rms_norm_fp8 import reference as norm_fp8_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.silu_mul import reference as silu_reference
 from specdec.kernels.silu_mul_fp8 import reference as silu_fp8_reference
+from specdec.kernels.tree_attention import cuda as attention_cuda
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
 from specdec.kernels.tree_build import reference as build_reference
@@ -128,11 +129,18 @@ def _draft_rejects(features: Tensor, head: DraftHead, batch: Batch, kv: KVStore)
 
 
 def _register(
-    name: str, reference: Callable[..., Any], rejects: Callable[..., str | None] | None = _first_not_f32, *extra: Backend, covers: Any = ()
+    name: str,
+    reference: Callable[..., Any],
+    rejects: Callable[..., str | None] | None = _first_not_f32,
+    *extra: Backend,
+    covers: Any = (),
+    before: Sequence[Backend] = (),
 ) -> Op:
-    """Op `name`: the compiled CPU backend (extension function of the same name), Triton, `extra`, the reference."""
+    """Op `name`: the compiled CPU backend (extension function of the same name), `before`, Triton, `extra`, the reference."""
     op = TABLE.op(name)
     op.add(Backend("cpu", COMPILED.get(name, reference), ("cpu",), rejects, missing=WHY_NOT, covers=covers))
+    for backend in before:
+        op.add(backend)
     if name in _TRITON_OPS:
         op.add(_TRITON.get(name, Backend("triton", reference, ("cuda",), missing=WHY_NO_TRITON)))
     for backend in extra:
@@ -165,7 +173,8 @@ _register("tiled_embedding", linear_reference.tiled_embedding, None)
 _register("tree_walk", walk_reference.tree_walk, None)
 _FIXED = _TRITON.get("tree_attention_fixed", Backend("triton_fixed", attention_reference.tree_attention, ("cuda",), missing=WHY_NO_TRITON))
 _MATMUL = Backend("matmul", attention_matmul.tree_attention, fixed_order=False)
-_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL)
+_FEW = Backend("cuda", attention_cuda.tree_attention, ("cuda",), attention_cuda.rejects, fixed_order=False, missing=WHY_NO_CUDA)
+_ATTENTION = _register("tree_attention", attention_reference.tree_attention, _attention_rejects, _FIXED, _MATMUL, before=[_FEW])
 
 
 def _flash_backend(package: flash.Package | None, missing: str | None) -> Backend:

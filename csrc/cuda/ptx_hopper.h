@@ -114,6 +114,75 @@ SPECDEC_DEVICE float warp_max(float value) {
   return value;
 }
 
+// Of all lanes: the largest; all bits that some lane has; the sum of those up to this one; whose condition holds; what one lane has.
+SPECDEC_DEVICE int warp_most(int value) { return __reduce_max_sync(0xffffffffu, value); }
+SPECDEC_DEVICE int warp_or(int value) { return int(__reduce_or_sync(0xffffffffu, uint32_t(value))); }
+SPECDEC_DEVICE int warp_prefix(int value, int lane) {
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, value, apart);
+    if (lane >= apart) value += before;
+  }
+  return value;
+}
+SPECDEC_DEVICE uint32_t warp_ballot(bool holds) { return __ballot_sync(0xffffffffu, holds); }
+template <class Value>
+SPECDEC_DEVICE Value warp_from(Value value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
+// Of four neighbouring lanes.
+SPECDEC_DEVICE float quad_most(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+SPECDEC_DEVICE float quad_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// As load_matrices, every matrix turned on its diagonal.
+SPECDEC_DEVICE void load_matrices_turned(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// All threads of all blocks of the cluster; what they wrote to shared memory is there then.
+SPECDEC_DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What another block of the cluster has at this place of its shared memory.
+SPECDEC_DEVICE uint32_t peer_address(const void* own, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(rank));
+  return there;
+}
+SPECDEC_DEVICE float peer_float(const float* own, int rank) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer_address(own, rank)) : "memory");
+  return value;
+}
+SPECDEC_DEVICE float4 peer_float4(const float4* own, int rank) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(peer_address(own, rank))
+               : "memory");
+  return value;
+}
+
+SPECDEC_DEVICE int bits_set(uint32_t word) { return __popc(word); }
+SPECDEC_DEVICE int first_bit(uint32_t word) { return __ffs(word) - 1; }
+SPECDEC_DEVICE int larger_of(int a, int b) { return a > b ? a : b; }
+SPECDEC_DEVICE float power_of_two(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
 SPECDEC_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 SPECDEC_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
 SPECDEC_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import KernelUnavailable
+from specdec.kernels.cuda_fragments import launches_early
 from specdec.kernels.decoder_stack import segment
 from specdec.kernels.decoder_stack.segment import MOST_ROWS, Scaling, Segment, Turn, Weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
@@ -145,13 +146,6 @@ def rejects(x: Tensor, stack: DecoderStack | DraftHead, *_: object, **__: object
     if not isinstance(plan, Segments):
         return stack.why_not or "not prepared"
     return None if x.shape[0] <= plan.rows and x.dtype is torch.bfloat16 else f"{x.shape[0]} rows of {x.dtype}; it takes up to {plan.rows}"
-
-
-def launches_early(device: torch.device) -> bool:
-    """Whether launches begin before the one before them has ended, as those of attention do."""
-    from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
-
-    return bool(early(device).get("launch_pdl"))
 
 
 def decoder_stack(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from specdec.kernels.cuda_fragments import launches_early
 from specdec.kernels.decoder_stack import segment
-from specdec.kernels.decoder_stack.cuda import Segments, launches_early
+from specdec.kernels.decoder_stack.cuda import Segments
 from specdec.kernels.draft_pass.reference import attended, deeper
 
 if TYPE_CHECKING:

@@ -146,6 +146,9 @@ class Machine {
     yield();
   }
 
+  // Of the thread whose turn it is, in its warp.
+  int lane() const { return current % 32; }
+
   // Somebody else's turn.
   void yield() { park(ready); }
 

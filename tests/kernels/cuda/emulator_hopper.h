@@ -120,6 +120,104 @@ inline float warp_max(float value) {
   });
   return value;
 }
+
+// ---- Across a warp
+
+template <class Value>
+Value warp_from(Value value, int lane) {
+  struct Lane {
+    Value value, out;
+    int from;
+  } own{value, value, lane};
+  Machine::get().warp_wide("shuffle", &own, [](void** lanes) {
+    for (int i = 0; i < 32; i++) {
+      Lane* const reader = static_cast<Lane*>(lanes[i]);
+      if (reader->from < 0 || reader->from > 31) Machine::fail("a lane that is not there");
+      reader->out = static_cast<Lane*>(lanes[reader->from])->value;
+    }
+  });
+  return own.out;
+}
+template <class Value, class Join>
+Value warp_joined(Value value, Join join) {
+  Value total = warp_from(value, 0);
+  for (int i = 1; i < 32; i++) total = join(total, warp_from(value, i));
+  return total;
+}
+inline int warp_most(int value) {
+  return warp_joined(value, [](int a, int b) { return a > b ? a : b; });
+}
+inline int warp_or(int value) {
+  return warp_joined(value, [](int a, int b) { return a | b; });
+}
+inline int warp_prefix(int value, int lane) {
+  int total = 0;
+  for (int i = 0; i < 32; i++) {
+    const int other = warp_from(value, i);
+    if (i <= lane) total += other;
+  }
+  return total;
+}
+inline uint32_t warp_ballot(bool holds) {
+  uint32_t found = 0;
+  for (int i = 0; i < 32; i++) found |= uint32_t(warp_from(int(holds), i)) << i;
+  return found;
+}
+template <class Join>
+float quad_joined(float value, Join join) {
+  float all[32];
+  for (int i = 0; i < 32; i++) all[i] = warp_from(value, i);
+  const int first = Machine::get().lane() / 4 * 4;
+  return join(join(all[first], all[first + 1]), join(all[first + 2], all[first + 3]));
+}
+inline float quad_most(float value) {
+  return quad_joined(value, [](float a, float b) { return std::fmax(a, b); });
+}
+inline float quad_sum(float value) {
+  return quad_joined(value, [](float a, float b) { return a + b; });
+}
+
+inline void load_matrices_turned(uint32_t (&out)[4], const void* row) {
+  struct Lane {
+    uint32_t* out;
+    const void* row;
+  } lane{out, row};
+  Machine::get().warp_wide("ldmatrix.trans", &lane, [](void** lanes) {
+    for (int reader = 0; reader < 32; reader++)
+      for (int matrix = 0; matrix < 4; matrix++) {
+        uint16_t pair[2];
+        for (int e = 0; e < 2; e++) {
+          const char* row = static_cast<const char*>(static_cast<Lane*>(lanes[8 * matrix + reader % 4 * 2 + e])->row);
+          std::memcpy(&pair[e], row + 2 * (reader / 4), 2);
+        }
+        std::memcpy(&static_cast<Lane*>(lanes[reader])->out[matrix], pair, 4);
+      }
+  });
+}
+
+// ---- A cluster: all that runs at a time, its blocks' shared memory side by side
+
+struct Cluster {
+  const char* shared;
+  int bytes;  // of a block
+  static Cluster& get() {
+    static Cluster cluster;
+    return cluster;
+  }
+};
+inline void cluster_barrier() { Machine::get().block_barrier(); }
+inline const void* peer(const void* own, int rank) {
+  const Cluster& cluster = Cluster::get();
+  return cluster.shared + int64_t(rank) * cluster.bytes + (static_cast<const char*>(own) - cluster.shared) % cluster.bytes;
+}
+inline float peer_float(const float* own, int rank) { return *static_cast<const float*>(peer(own, rank)); }
+inline float4 peer_float4(const float4* own, int rank) { return *static_cast<const float4*>(peer(own, rank)); }
+
+inline int bits_set(uint32_t word) { return __builtin_popcount(word); }
+inline int first_bit(uint32_t word) { return __builtin_ctz(word); }
+inline int larger_of(int a, int b) { return a > b ? a : b; }
+inline float power_of_two(float x) { return std::exp2(x); }
+
 inline float larger(float a, float b) { return std::fmax(a, b); }
 inline uint32_t float_bits(float value) { return as_bits(value); }
 

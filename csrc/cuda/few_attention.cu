@@ -1,0 +1,56 @@
+// Launches of attention of a few rows behind a C interface (kernels/cuda_library.py). Functions return a cudaError_t.
+#include "few_attention.h"
+
+namespace specdec::few {
+
+template <int SIZE, int TILES>
+__global__ void __launch_bounds__(THREADS, 2) few_attention(const __grid_constant__ Call call, const int blocks) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char shared[];
+  Kernel<SIZE, TILES>(call, shared, threadIdx.x, blockIdx.x / blocks, blockIdx.x % blocks, blocks).run();
+#endif
+}
+
+template <int SIZE, int TILES>
+cudaError_t launch(const Call& call, int blocks, bool early, cudaStream_t stream) {
+  const auto kernel = few_attention<SIZE, TILES>;
+  constexpr int bytes = shared_bytes(SIZE, TILES);
+  static const cudaError_t prepared = [kernel] {
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }();
+  if (prepared) return prepared;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = blocks, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(call.tiles) * call.kv_heads * blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = bytes;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = early ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, call, blocks);
+}
+
+template <int SIZE>
+cudaError_t launch_tiles(const Call& call, int tiles, int blocks, bool early, cudaStream_t stream) {
+  if (tiles == 1) return launch<SIZE, 1>(call, blocks, early, stream);
+  if (tiles == 2) return launch<SIZE, 2>(call, blocks, early, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace specdec::few
+
+extern "C" {
+
+// size: numbers of a head, 64 or 128. tiles: of 16 packed rows, 1 or 2, that a cluster of `blocks` blocks owns.
+int specdec_few_attention(const void* arguments, int size, int tiles, int blocks, int early, int device, cudaStream_t stream) {
+  using namespace specdec::few;
+  const Call& call = *static_cast<const Call*>(arguments);
+  if (call.tiles < 1 || blocks < 1 || blocks > CLUSTER) return cudaErrorInvalidValue;
+  if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
+  if (size == 64) return launch_tiles<64>(call, tiles, blocks, early, stream);
+  if (size == 128) return launch_tiles<128>(call, tiles, blocks, early, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // extern "C"
