@@ -4,17 +4,17 @@
 namespace specdec::few {
 
 template <int SIZE, int TILES>
-__global__ void __launch_bounds__(THREADS, 2) few_attention(const __grid_constant__ Call call, const int blocks) {
+__global__ void __launch_bounds__(THREADS, 2) few_attention(const __grid_constant__ Call call) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
-  Kernel<SIZE, TILES>(call, shared, threadIdx.x, blockIdx.x / blocks, blockIdx.x % blocks, blocks).run();
+  Kernel<SIZE, TILES>(call, shared, threadIdx.x, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z).run();
 #endif
 }
 
 template <int SIZE, int TILES>
 cudaError_t launch(const Call& call, int blocks, bool early, cudaStream_t stream) {
   const auto kernel = few_attention<SIZE, TILES>;
-  constexpr int bytes = shared_bytes(SIZE, TILES);
+  constexpr int bytes = Room<SIZE, TILES>::BYTES;
   static const cudaError_t prepared = [kernel] {
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -26,9 +26,9 @@ cudaError_t launch(const Call& call, int blocks, bool early, cudaStream_t stream
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(call.tiles) * call.kv_heads * blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = bytes;
+  config.gridDim = dim3(blocks, call.kv_heads, call.tiles), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = bytes;
   config.stream = stream, config.attrs = attributes, config.numAttrs = early ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, call, blocks);
+  return cudaLaunchKernelEx(&config, kernel, call);
 }
 
 template <int SIZE>
@@ -46,7 +46,7 @@ extern "C" {
 int specdec_few_attention(const void* arguments, int size, int tiles, int blocks, int early, int device, cudaStream_t stream) {
   using namespace specdec::few;
   const Call& call = *static_cast<const Call*>(arguments);
-  if (call.tiles < 1 || blocks < 1 || blocks > CLUSTER) return cudaErrorInvalidValue;
+  if (call.tiles < 1 || call.tiles > 65535 || blocks < 1 || blocks > CLUSTER) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   if (size == 64) return launch_tiles<64>(call, tiles, blocks, early, stream);
   if (size == 128) return launch_tiles<128>(call, tiles, blocks, early, stream);

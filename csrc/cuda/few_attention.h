@@ -2,15 +2,17 @@
 // kernels/tree_attention/reference.py.
 //
 // A step's attention over a short context is no matter of bytes: 640 keys of eight heads are 2.6 MB, half a microsecond of reading. It is a chain
-// of waits, one for lengths, one for block numbers, one for keys and values, and some for adding up what several programs found. So every
-// link is as short as it can be. A cluster of up to 16 blocks owns the rows of a tile (up to 32 packed rows, m = row * group + head) of one
-// KV head. Each warp takes chunks of 16 keys by itself, by turns, asks for the next ones ahead and keeps sums of its own: no warp waits for another
-// before all are done. Then the block's warps add up through shared memory and the cluster's blocks read each other's: no workspace, no
-// counter, no second launch.
+// of waits: for lengths, for block numbers, for keys and values, for what other programs found. So every link is short, and where the launch
+// before may only have written the call's own rows (`ahead`), those up to the keys of committed tokens come before the wait for it.
 //
-// Products: scores = q kᵀ and out = p v, both with the packed rows as the left operand's 16 rows; the exponentials that leave the first
-// are the left operand of the second as they lie. Rows are read by ldmatrix, whose eight lanes find their 16 bytes in banks of their own because part p of
-// key k lies at p ^ k % 8.
+// A cluster of up to 16 blocks owns the rows of a tile (up to 32 packed rows, m = row * group + head) of one KV head. Each warp takes chunks of
+// 16 keys by itself, by turns, asks for the next ones ahead and keeps sums of its own: no warp waits for another before all are done.
+// Then the block's warps add up through shared memory, and send the result into the memory of the blocks that write it, whose barriers
+// count the bytes: no workspace, no fence, no second launch.
+//
+// Products: scores = q kᵀ and out = p v, both with the packed rows as the left operand's 16 rows; the exponentials that leave the first are the
+// left operand of the second as they lie. Rows are read by ldmatrix, whose eight lanes find their 16 bytes in banks of their own because
+// part p of key k lies at p ^ k % 8.
 #pragma once
 
 #include <cstdint>
@@ -28,30 +30,45 @@ namespace specdec::few {
 constexpr int KEYS = 16;      // a chunk, for one warp
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int STAGES = 3;     // chunks of a warp under way
 constexpr int CLUSTER = 16;   // blocks at most
 constexpr int PACKED = 16;    // rows of a left operand
 constexpr int NOBODY = -1;    // position of a packed row that is not there
 constexpr int LAST = 0x7fffffff;
 
-// Shapes and meanings as in specdec.ops.tree_attention; strides in numbers. first, sinks: may be null. window 0 = none.
+// Shapes and meanings as in specdec.ops.tree_attention; strides in numbers. first, sinks: may be null. window 0 = none. Blocks have a power
+// of two of slots, 16 at least. ahead: the launch before has written nothing but q and the keys and values of the call's own rows, and all
+// launches before that have ended.
 struct Call {
   const void *q, *keys, *values, *sinks;
   const int *table, *cu_query, *context, *nodes, *first;
   const int64_t *words, *positions;
   void* out;
   int64_t q_row, q_head, kv_block, kv_slot, kv_head, table_row;
-  int rows, sequences, heads, kv_heads, block, window, tiles;
+  int rows, sequences, heads, kv_heads, group, block, block_bits, window, tiles, ahead;
   float scale, v_scale;  // of scores, log2 e included; of what comes out
 };
 
-// Bytes of shared memory of a block.
-constexpr int shared_bytes(int size, int tiles) { return WARPS * STAGES * 2 * KEYS * size * 2 + 4 * 2 * (WARPS + 1) * PACKED * tiles; }
+// Of 16 bytes of results: what a block sends beside them.
+struct alignas(8) Weight {
+  float top, norm;
+};
+
+// A block's shared memory: chunks, later sums; tops and norms of its warps; what others send; a barrier.
+template <int SIZE, int TILES>
+struct Room {
+  static constexpr int M = PACKED * TILES, ROW = 2 * SIZE, HALF_STAGE = KEYS * ROW, STAGE = 2 * HALF_STAGE;
+  static constexpr int STAGES = TILES == 1 ? 3 : 2;      // chunks of a warp under way: so many that two blocks share a multiprocessor
+  static constexpr int PIECES = M * SIZE / 4 + CLUSTER;  // of results, however they are shared out
+  static constexpr int TOPS = WARPS * STAGES * STAGE, NORMS = TOPS + 4 * WARPS * M, RECEIVED = NORMS + 4 * WARPS * M;
+  static constexpr int WEIGHTS = RECEIVED + 16 * PIECES, BARRIER = WEIGHTS + 8 * PIECES, BYTES = BARRIER + 16;
+  static_assert(M * SIZE * 4 <= STAGES * STAGE, "a warp's sums lie where its chunks were");
+};
 
 // SIZE: numbers of a head. TILES: of PACKED rows.
 template <int SIZE, int TILES>
 struct Kernel {
-  static constexpr int M = PACKED * TILES, ROW = 2 * SIZE, PARTS = ROW / 16, HALF_STAGE = KEYS * ROW, STAGE = 2 * HALF_STAGE;
+  using In = Room<SIZE, TILES>;
+  static constexpr int M = In::M, ROW = In::ROW, PARTS = ROW / 16, HALF_STAGE = In::HALF_STAGE, STAGE = In::STAGE, STAGES = In::STAGES;
   static constexpr int STEPS = SIZE / 16;  // of the first product; pairs of column tiles of the second
 
   const Call& call;
@@ -59,34 +76,48 @@ struct Kernel {
   const int thread, lane, warp, rank, blocks, own, tile;
   // of the tile: its sequence, first row, rows, packed rows; of the sequence: committed keys, nodes of its tree, first key that counts
   int sequence, row, count, used, context, nodes, lowest;
-  int position, low_word, high_word;     // of row `row + lane`
+  int position, low_word, high_word;         // of row `row + lane`
   int smallest, largest, any_low, any_high;  // over the tile's rows
-  int lower, begin, stop, whole_from, whole_to;  // keys somebody sees, in whole chunks from `begin`; keys everybody sees
+  int lower, begin, stop, whole_from, whole_to;   // keys somebody sees, in whole chunks from `begin`; keys everybody sees
   int positions[2 * TILES], words[2 * TILES][2];  // of the packed rows that this lane's sums belong to
   uint32_t query[TILES][STEPS][4];
   float sums[TILES][2 * STEPS][4], top[2 * TILES], norm[2 * TILES];
 
-  // cluster: number of the cluster; rank: of the block in it; blocks: of the cluster.
-  SPECDEC_DEVICE Kernel(const Call& call, char* shared, int thread, int cluster, int rank, int blocks)
-      : call(call), shared(shared), thread(thread), lane(thread % 32), warp(thread / 32), rank(rank), blocks(blocks),
-        own(cluster % call.kv_heads), tile(cluster / call.kv_heads) {}
+  // rank: of the block in its cluster; blocks: of the cluster; own: the KV head.
+  SPECDEC_DEVICE Kernel(const Call& call, char* shared, int thread, int rank, int blocks, int own, int tile)
+      : call(call), shared(shared), thread(thread), lane(thread % 32), warp(thread / 32), rank(rank), blocks(blocks), own(own), tile(tile) {}
 
   SPECDEC_DEVICE void run() {
-    wait_for_launches();
-    release_launches();
-    const bool there = find_rows();
-    pad();
-    if (!there) return;  // all blocks of the cluster
+    if (!call.ahead) begin_launch();
+    if (!find_rows()) {  // all blocks of the cluster
+      if (call.ahead) begin_launch();
+      return pad();
+    }
+    if (blocks > 1) {
+      if (thread == THREADS - 32) init_barrier(sent(), 1), publish_barriers();  // slow, so by the warp that has the fewest chunks
+      warp_barrier();
+      cluster_arrive();
+    }
     find_keys();
     attend();
+    leave_sums();
+    named_barrier(rank, 1, THREADS);
+    if (blocks > 1) {
+      cluster_wait();  // the others' barriers are there
+      if (thread == 0) expect_bytes(sent(), 24 * blocks * mine());
+    }
     gather_block();
-    if (blocks > 1) cluster_barrier();
-    gather_cluster();
-    if (blocks > 1) cluster_barrier();  // others read this block's memory until here
+    if (blocks > 1) gather_cluster();
+    pad();
   }
 
-  SPECDEC_DEVICE int group() const { return call.heads / call.kv_heads; }
-  SPECDEC_DEVICE int tile_rows() const { return M / group(); }
+  SPECDEC_DEVICE static void begin_launch() {
+    wait_for_launches();
+    release_launches();
+  }
+
+  SPECDEC_DEVICE int tile_rows() const { return M / call.group; }
+  SPECDEC_DEVICE int row_of(int packed) const { return (packed * (65536 / call.group + 1)) >> 16; }  // packed / group, exact up to 32
 
   // Whose rows the tile holds: tiles are numbered without gaps through the sequences. Every warp looks by itself.
   SPECDEC_DEVICE bool find_rows() {
@@ -103,7 +134,7 @@ struct Kernel {
         row = warp_from(from + (tile - past + tiles) * tile_rows(), found);
         count = warp_from(to, found) - row;
         count = count < tile_rows() ? count : tile_rows();
-        used = count * group();
+        used = count * call.group;
         return true;
       }
       before = warp_from(past, 31);
@@ -115,8 +146,8 @@ struct Kernel {
   SPECDEC_DEVICE void pad() {
     if (rank != 0) return;
     for (int padding = call.cu_query[call.sequences] + tile; padding < call.rows; padding += call.tiles) {
-      uint32_t* out = static_cast<uint32_t*>(call.out) + (int64_t(padding) * call.heads + own * group()) * SIZE / 2;
-      for (int i = thread; i < group() * SIZE / 2; i += THREADS) out[i] = 0;
+      uint32_t* out = static_cast<uint32_t*>(call.out) + (int64_t(padding) * call.heads + own * call.group) * SIZE / 2;
+      for (int i = thread; i < call.group * SIZE / 2; i += THREADS) out[i] = 0;
     }
   }
 
@@ -139,7 +170,7 @@ struct Kernel {
     begin = lower / KEYS * KEYS;
 #pragma unroll
     for (int half = 0; half < 2 * TILES; half++) {
-      const int of = (PACKED / 2 * half + lane / 4) / group();
+      const int of = row_of(PACKED / 2 * half + lane / 4);
       positions[half] = warp_from(position, of % 32), words[half][0] = warp_from(low_word, of % 32), words[half][1] = warp_from(high_word, of % 32);
       if (of >= count) positions[half] = NOBODY, words[half][0] = words[half][1] = 0;
     }
@@ -151,38 +182,44 @@ struct Kernel {
 
   SPECDEC_DEVICE static bool has(int low, int high, int node) { return ((node < 32 ? low : high) >> (node & 31)) & 1; }
 
-  // Where the key of slot position start + lane % 16 lies, in numbers of the cache; -1 where nobody sees it, who may hold anything.
-  SPECDEC_DEVICE int64_t place_of(int start) const {
-    const int slot = start + lane % KEYS;
-    const bool wanted = slot >= lower && slot < stop && (nodes == 0 || slot < context || has(any_low, any_high, slot - context));
-    if (!wanted) return -1;
-    return call.table[sequence * call.table_row + slot / call.block] * call.kv_block + slot % call.block * call.kv_slot;
-  }
+  // The block that a chunk lies in, if it is a chunk of ours.
+  SPECDEC_DEVICE int block_of(int start) const { return start < stop ? call.table[sequence * call.table_row + (start >> call.block_bits)] : 0; }
 
   SPECDEC_DEVICE char* stage(int i) const { return shared + (warp * STAGES + i % STAGES) * STAGE; }
 
-  SPECDEC_DEVICE void ask_for(int i, int64_t place) {
-    char* const to = stage(i);
-    const char* const keys = static_cast<const char*>(call.keys) + 2 * own * call.kv_head;
-    const char* const values = static_cast<const char*>(call.values) + 2 * own * call.kv_head;
+  // The keys and values of a chunk in this block. What nobody sees may hold anything, and comes as zeros.
+  SPECDEC_DEVICE void ask_for(int i, int start, int block) {
+    constexpr int AT_ONCE = 32 / PARTS;
+    const int slot = start + lane % KEYS, first = lane / PARTS, part = lane % PARTS;
+    const bool wanted = slot >= lower && slot < stop && (nodes == 0 || slot < context || has(any_low, any_high, slot - context));
+    const uint32_t wants = warp_ballot(wanted) >> first;
+    const int64_t base = block * call.kv_block + own * call.kv_head + ((start & (call.block - 1)) + first) * call.kv_slot + 8 * part;
+    const char* key = static_cast<const char*>(call.keys) + 2 * base;
+    const char* value = static_cast<const char*>(call.values) + 2 * base;
+    const int64_t step = 2 * AT_ONCE * call.kv_slot;
+    char* const to = stage(i) + first * ROW;
 #pragma unroll
-    for (int j = 0; j < KEYS * PARTS / 32; j++) {
-      const int key = (32 * j + lane) / PARTS, part = lane % PARTS;
-      const int64_t from = warp_from(place, key);
-      const int at = key * ROW + 16 * (part ^ key % 8);
-      const int64_t bytes = from < 0 ? 0 : 2 * from + 16 * part;
-      copy_async_or_zero(to + at, keys + bytes, from >= 0);
-      copy_async_or_zero(to + HALF_STAGE + at, values + bytes, from >= 0);
+    for (int j = 0; j < KEYS; j += AT_ONCE) {
+      const int at = j * ROW + 16 * (part ^ (j + first) % 8);
+      const bool real = wants >> j & 1;
+      copy_async_or_zero(to + at, key, real);
+      copy_async_or_zero(to + HALF_STAGE + at, value, real);
+      key += step, value += step;
     }
     commit_copies();
   }
 
   SPECDEC_DEVICE void attend() {
-    int64_t places[STAGES];
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) places[i] = place_of(chunk_start(i));
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) ask_for(i, places[i]);
+    const int block = block_of(chunk_start(lane % STAGES));  // lane i's is that of chunk i
+    int asked = 0;
+    if (call.ahead) {
+#pragma unroll 1
+      for (; asked < STAGES && chunk_start(asked) + KEYS <= context; asked++) ask_for(asked, chunk_start(asked), warp_from(block, asked));
+      begin_launch();
+    }
+#pragma unroll 1
+    for (; asked < STAGES; asked++) ask_for(asked, chunk_start(asked), warp_from(block, asked));
+    int next = block_of(chunk_start(STAGES));
     load_query();
 #pragma unroll
     for (int half = 0; half < 2 * TILES; half++) top[half] = -INFINITY, norm[half] = 0.0f;
@@ -192,14 +229,14 @@ struct Kernel {
       for (int column = 0; column < 2 * STEPS; column++)
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[t][column][e] = 0.0f;
-    int64_t next = place_of(chunk_start(STAGES));
+#pragma unroll 1
     for (int i = 0; chunk_start(i) < stop; i++) {
       wait_copies<STAGES - 1>();
       warp_barrier();
       multiply(stage(i), chunk_start(i));
       warp_barrier();  // nobody reads the chunk any more
-      ask_for(i + STAGES, next);
-      next = place_of(chunk_start(i + STAGES + 1));
+      ask_for(i + STAGES, chunk_start(i + STAGES), next);
+      next = block_of(chunk_start(i + STAGES + 1));
     }
     wait_copies<0>();
     warp_barrier();
@@ -209,7 +246,8 @@ struct Kernel {
 #pragma unroll
     for (int half = 0; half < 2 * TILES; half++) {
       const int packed = PACKED / 2 * half + lane / 4;
-      const int64_t from = int64_t(row + packed / group()) * call.q_row + (own * group() + packed % group()) * call.q_head + lane % 4 * 2;
+      const int of = row_of(packed), head = own * call.group + packed - of * call.group;
+      const int64_t from = (row + of) * call.q_row + head * call.q_head + lane % 4 * 2;
       const uint32_t* words_of = reinterpret_cast<const uint32_t*>(static_cast<const char*>(call.q) + 2 * from);
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
@@ -292,83 +330,96 @@ struct Kernel {
     for (int column = 0; column < 2 * STEPS; column++) sums[half / 2][column][e] *= shrink, sums[half / 2][column][e + 1] *= shrink;
   }
 
-  // ---- What was found, added up
+  // ---- What was found, added up. Results of a tile are taken in pieces of 16 bytes; block r of the cluster writes pieces r, r + blocks, …
 
   SPECDEC_DEVICE float* warp_sums(int of) const { return reinterpret_cast<float*>(shared + of * STAGES * STAGE); }  // [M, SIZE]
-  SPECDEC_DEVICE float* tops() const { return reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE); }          // [WARPS + 1, M]
-  SPECDEC_DEVICE float* norms() const { return tops() + (WARPS + 1) * M; }
+  SPECDEC_DEVICE float* tops() const { return reinterpret_cast<float*>(shared + In::TOPS); }                    // [WARPS, M]
+  SPECDEC_DEVICE float* norms() const { return reinterpret_cast<float*>(shared + In::NORMS); }
+  SPECDEC_DEVICE float4* received() const { return reinterpret_cast<float4*>(shared + In::RECEIVED); }  // [pieces of this block, blocks]
+  SPECDEC_DEVICE Weight* received_weights() const { return reinterpret_cast<Weight*>(shared + In::WEIGHTS); }
+  SPECDEC_DEVICE uint64_t* sent() const { return reinterpret_cast<uint64_t*>(shared + In::BARRIER); }
+  SPECDEC_DEVICE int pieces() const { return used * (SIZE / 4); }
+  SPECDEC_DEVICE int mine() const { return pieces() > rank ? (pieces() - rank + blocks - 1) / blocks : 0; }
 
-  // The block's sums into those of its first warp, its tops and norms behind those of the warps.
-  SPECDEC_DEVICE void gather_block() {
+  // The warp's sums where its chunks were.
+  SPECDEC_DEVICE void leave_sums() {
 #pragma unroll
     for (int half = 0; half < 2 * TILES; half++) {
       const int packed = PACKED / 2 * half + lane / 4;
       const float whole = quad_sum(norm[half]);
       if (lane % 4 == 0) tops()[warp * M + packed] = top[half], norms()[warp * M + packed] = whole;
-      float* const to = warp_sums(warp) + packed * SIZE + lane % 4 * 2;
+      float2* const to = reinterpret_cast<float2*>(warp_sums(warp) + packed * SIZE + lane % 4 * 2);
 #pragma unroll
-      for (int column = 0; column < 2 * STEPS; column++) {
-        to[8 * column] = sums[half / 2][column][half % 2 * 2];
-        to[8 * column + 1] = sums[half / 2][column][half % 2 * 2 + 1];
-      }
+      for (int column = 0; column < 2 * STEPS; column++)
+        to[4 * column] = make_float2(sums[half / 2][column][half % 2 * 2], sums[half / 2][column][half % 2 * 2 + 1]);
     }
-    named_barrier(rank, 1, THREADS);
-    for (int i = thread; i < used * SIZE / 4; i += THREADS) {
-      const int packed = i * 4 / SIZE;
-      float4 parts[WARPS];
-      float found[WARPS], counted[WARPS], most = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        found[w] = tops()[w * M + packed], counted[w] = norms()[w * M + packed];
-        parts[w] = reinterpret_cast<const float4*>(warp_sums(w))[i];
-        most = larger(most, found[w]);
-      }
-      float whole = 0.0f;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) add(sum, whole, parts[w], counted[w], found[w], most);
-      reinterpret_cast<float4*>(warp_sums(0))[i] = sum;
-      if (i * 4 % SIZE == 0) tops()[WARPS * M + packed] = most, norms()[WARPS * M + packed] = whole;
-    }
-    named_barrier(rank, 1, THREADS);
   }
 
-  // Weighs what had `found` as its top against `most`. Who counted nothing found nothing, whatever lies there; NaN counts.
-  SPECDEC_DEVICE static void add(float4& sum, float& whole, const float4& part, float counted, float found, float most) {
-    if (counted == 0.0f) return;
-    const float weight = power_of_two(found - most);
-    whole += counted * weight;
-    sum.x += part.x * weight, sum.y += part.y * weight, sum.z += part.z * weight, sum.w += part.w * weight;
+  // The block's warps together, piece by piece to whoever writes it.
+  SPECDEC_DEVICE void gather_block() {
+    for (int piece = thread; piece < pieces(); piece += THREADS) {
+      const int packed = piece / (SIZE / 4);
+      Sum sum;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum.see(tops()[w * M + packed]);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        sum.add(reinterpret_cast<const float4*>(warp_sums(w))[piece], {tops()[w * M + packed], norms()[w * M + packed]});
+      if (blocks == 1) {
+        finish(piece, sum);
+      } else {
+        const int to = piece % blocks, at = piece / blocks * blocks + rank;
+        send(received() + at, to, sum.values, sent());
+        send(received_weights() + at, to, Weight{sum.top, sum.norm}, sent());
+      }
+    }
   }
 
-  // This block's share of the rows, from all blocks of the cluster.
+  // What the cluster's blocks found of this block's pieces; four lanes take a piece, each every fourth block.
   SPECDEC_DEVICE void gather_cluster() {
-    for (int i = rank * THREADS + thread; i < used * SIZE / 4; i += blocks * THREADS) {
-      const int packed = i * 4 / SIZE, head = own * group() + packed % group();
-      float4 parts[CLUSTER];
-      float found[CLUSTER], counted[CLUSTER], most = -INFINITY, sink = -INFINITY;
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) {
-        found[c] = -INFINITY;
-        if (c < blocks) {
-          found[c] = peer_float(tops() + WARPS * M + packed, c), counted[c] = peer_float(norms() + WARPS * M + packed, c);
-          parts[c] = peer_float4(reinterpret_cast<const float4*>(warp_sums(0)) + i, c);
-          most = larger(most, found[c]);
-        }
+    wait_barrier(sent(), 0);
+    const int count = mine(), quad = lane % 4;
+    for (int base = 0; base < count; base += THREADS / 4) {  // all lanes of a warp stay together
+      const int i = base + thread / 4;
+      Sum sum;
+      if (i < count) {
+        for (int c = quad; c < blocks; c += 4) sum.see(received_weights()[i * blocks + c].top);
+        for (int c = quad; c < blocks; c += 4) sum.add(received()[i * blocks + c], received_weights()[i * blocks + c]);
       }
-      if (call.sinks != nullptr) {
-        sink = bits_float(uint32_t(static_cast<const uint16_t*>(call.sinks)[head]) << 16) * 1.4426950408889634f;
-        most = larger(most, sink);
-      }
-      float whole = sink == -INFINITY ? 0.0f : power_of_two(sink - most);
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++)
-        if (c < blocks) add(sum, whole, parts[c], counted[c], found[c], most);
-      const float scale = call.v_scale / whole;
-      uint32_t* const to = static_cast<uint32_t*>(call.out) + ((int64_t(row + packed / group()) * call.heads + head) * SIZE + i * 4 % SIZE) / 2;
-      to[0] = round_pair(sum.x * scale, sum.y * scale, Bf16()), to[1] = round_pair(sum.z * scale, sum.w * scale, Bf16());
+      const float most = quad_most(sum.top);
+      const float weight = sum.norm == 0.0f ? 0.0f : power_of_two(sum.top - most);
+      sum.norm = quad_sum(sum.norm * weight), sum.top = most;
+      sum.values = make_float4(quad_sum(sum.values.x * weight), quad_sum(sum.values.y * weight), quad_sum(sum.values.z * weight),
+                               quad_sum(sum.values.w * weight));
+      if (i < count && quad == 0) finish(i * blocks + rank, sum);
     }
+  }
+
+  // Sums under a common top, which must be known first. Who counted nothing found nothing, whatever lies there; NaN counts.
+  struct Sum {
+    float top = -INFINITY, norm = 0.0f;
+    float4 values = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    SPECDEC_DEVICE void see(float other) { top = larger(top, other); }
+    SPECDEC_DEVICE void add(const float4& part, Weight of) {
+      if (of.norm == 0.0f) return;
+      const float weight = power_of_two(of.top - top);
+      norm += of.norm * weight;
+      values.x += part.x * weight, values.y += part.y * weight, values.z += part.z * weight, values.w += part.w * weight;
+    }
+  };
+
+  SPECDEC_DEVICE void finish(int piece, Sum& sum) const {
+    const int packed = piece / (SIZE / 4), of = row_of(packed), head = own * call.group + packed - of * call.group;
+    float scale = call.v_scale, norm = sum.norm;
+    if (call.sinks != nullptr) {
+      const float sink = bits_float(uint32_t(static_cast<const uint16_t*>(call.sinks)[head]) << 16) * 1.4426950408889634f;
+      const float most = larger(sum.top, sink), weight = power_of_two(sum.top - most);
+      norm = norm * weight + power_of_two(sink - most), scale *= weight;
+    }
+    scale /= norm;
+    uint2* const to = static_cast<uint2*>(call.out) + (int64_t(row + of) * call.heads + head) * (SIZE / 4) + piece % (SIZE / 4);
+    *to = make_uint2(round_pair(sum.values.x * scale, sum.values.y * scale, Bf16()), round_pair(sum.values.z * scale, sum.values.w * scale, Bf16()));
   }
 };
 

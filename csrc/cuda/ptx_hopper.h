@@ -149,29 +149,30 @@ SPECDEC_DEVICE void load_matrices_turned(uint32_t (&out)[4], const void* row) {
                : "memory");
 }
 
-// All threads of all blocks of the cluster; what they wrote to shared memory is there then.
-SPECDEC_DEVICE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// All threads of all blocks of the cluster come, and wait for each other later. Says nothing of what they wrote but barriers published before.
+SPECDEC_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+SPECDEC_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// What another block of the cluster has at this place of its shared memory.
+// Where another block of the cluster has what this one has here.
 SPECDEC_DEVICE uint32_t peer_address(const void* own, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(rank));
   return there;
 }
-SPECDEC_DEVICE float peer_float(const float* own, int rank) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer_address(own, rank)) : "memory");
-  return value;
-}
-SPECDEC_DEVICE float4 peer_float4(const float4* own, int rank) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(peer_address(own, rank))
+
+// Into the shared memory of another block of the cluster, or of this one; its barrier counts the bytes when they are there.
+SPECDEC_DEVICE void send(float4* to, int rank, const float4& value, uint64_t* barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(peer_address(to, rank)),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(peer_address(barrier, rank))
                : "memory");
-  return value;
+}
+template <class Two>
+SPECDEC_DEVICE void send(Two* to, int rank, const Two& value, uint64_t* barrier) {
+  static_assert(sizeof(Two) == 8, "two numbers");
+  const float2 both = reinterpret_cast<const float2&>(value);
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(peer_address(to, rank)),
+               "f"(both.x), "f"(both.y), "r"(peer_address(barrier, rank))
+               : "memory");
 }
 
 SPECDEC_DEVICE int bits_set(uint32_t word) { return __popc(word); }

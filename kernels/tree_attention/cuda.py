@@ -1,6 +1,9 @@
 """Attention of a few rows in CUDA C++ (`csrc/cuda/few_attention.h`, which has the argument): decode steps, chains and small trees, bf16.
 
 Not a fixed order: who takes which keys depends on how many sequences there are.
+
+In a recorded pass it reads lengths, tables, words, and keys and values of committed tokens before the launch before has ended: what records
+a pass must have the kernel that writes q and the new keys and values right before attention, and all the rest before that.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "sinks", "table", "cu_query", "context", "nodes", "first")),
         *((name, ctypes.c_void_p) for name in ("words", "positions", "out")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "kv_block", "kv_slot", "kv_head", "table_row")),
-        *((name, ctypes.c_int) for name in ("rows", "sequences", "heads", "kv_heads", "block", "window", "tiles")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("rows", "sequences", "heads", "kv_heads", "group", "block", "block_bits", "window", "tiles", "ahead")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "v_scale")),
     ]
 
@@ -62,6 +68,9 @@ def rejects(
     whole = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == block_table.stride(1) == 1
     if not whole or any(s % 8 for s in strides) or any(t.data_ptr() % 16 for t in (q, k_cache, v_cache)):
         return "strides: rows must be dense and at multiples of 16 bytes, K and V laid out alike"
+    block = k_cache.shape[1]
+    if block % PACKED or block & (block - 1):
+        return f"blocks of {block} slots; it takes powers of two from {PACKED} on"
     return None if capability(q.device) >= 90 else "it needs thread block clusters (Hopper)"
 
 
@@ -85,9 +94,12 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Ten
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     if q.shape[0] == 0:
         return out
-    call, *numbers = prepare_call(out, q, k_cache, v_cache, block_table, *rest, **how)
+    begins = launches_early(q.device)
+    call, *numbers = prepare_call(
+        out, q, k_cache, v_cache, block_table, *rest, **how, ahead=begins and torch.cuda.is_current_stream_capturing()
+    )
     functions, stream = compiled(q.device), torch.cuda.current_stream(q.device).cuda_stream
-    numbers += [int(launches_early(q.device)), q.device.index]
+    numbers += [int(begins), q.device.index]
     if error := functions.specdec_few_attention(ctypes.byref(call), *numbers, stream):
         raise RuntimeError(f"the CUDA attention: {functions.specdec_error(error).decode()}")
     return out
@@ -110,12 +122,15 @@ def prepare_call(
     sinks: Tensor | None = None,
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
+    ahead: bool = False,
 ) -> tuple[Call, int, int, int]:
-    """The kernel's arguments, which share memory with these tensors; numbers of a head, and operands and blocks as of `cut`."""
+    """The kernel's arguments, which share memory with these tensors; numbers of a head, and operands and blocks as of `cut`.
+    ahead: see `specdec::few::Call`."""
     (rows, heads, hd), (block, kv_heads), sequences = q.shape, k_cache.shape[1:3], ctx_lens.shape[0]
-    operands, tiles, blocks = cut(rows, sequences, heads // kv_heads, kv_heads)
+    group = heads // kv_heads
+    operands, tiles, blocks = cut(rows, sequences, group, kv_heads)
     tensors = q, k_cache, v_cache, sinks, block_table, cu_query, ctx_lens, tree_len, first, tree_mask, positions, out
     strides = q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0)
-    counts = rows, sequences, heads, kv_heads, block, window or 0, tiles
+    counts = rows, sequences, heads, kv_heads, group, block, block.bit_length() - 1, window or 0, tiles, int(ahead)
     call = Call(*(None if t is None else t.data_ptr() for t in tensors), *strides, *counts, scale * kv_scales[0] * LOG2E, kv_scales[1])
     return call, hd, operands, blocks

@@ -26,8 +26,8 @@ CASES: dict[str, tuple[list[Rows], int, int, int, int, dict[str, Any]]] = {  # r
     "tree, group 1": ([Rows(70, tree=tuple(random_tree(24, 3)))], 2, 2, 64, 32, {}),
     "star across halves of a word": ([Rows(5, tree=tuple(star(40)))], 2, 1, 64, 16, {}),
     "ragged, group 3": (RAGGED, 6, 2, 64, 16, {}),
-    "ragged, group 4": (RAGGED, 4, 1, 128, 8, {}),
-    "ragged, group 8": (RAGGED, 8, 1, 64, 24, {}),
+    "ragged, group 4": (RAGGED, 4, 1, 128, 16, {}),
+    "ragged, group 8": (RAGGED, 8, 1, 64, 64, {}),
     "window": (RAGGED, 3, 1, 64, 16, {"window": 7}),
     "sinks": (RAGGED, 3, 1, 64, 16, {"sinks": True, "window": 20}),
     "hidden keys": (RAGGED, 4, 2, 64, 16, {"first": True}),
@@ -73,11 +73,12 @@ def emulate(batch: Batch, how: dict[str, Any], blocks: int, operands: int | None
     return out
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 3, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_emulated_machine(name: str, blocks: int) -> None:
+    """With more blocks than chunks too, and begun ahead or not."""
     batch, how = example(name)
-    check(emulate(batch, how, blocks, seed=blocks), batch, how)
+    check(emulate(batch, how | {"ahead": blocks > 1}, blocks, seed=blocks), batch, how)
 
 
 def test_more_rows_than_a_tile_and_rows_of_no_sequence() -> None:

@@ -8,7 +8,7 @@ namespace {
 
 template <int SIZE, int TILES>
 void run(const Call& call, int blocks, uint64_t seed) {
-  constexpr int bytes = shared_bytes(SIZE, TILES);
+  constexpr int bytes = Room<SIZE, TILES>::BYTES;
   std::vector<uint4> shared(blocks * bytes / 16 + 32);
   char* const base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128);
   Cluster::get() = {base, bytes};
@@ -16,7 +16,8 @@ void run(const Call& call, int blocks, uint64_t seed) {
     std::memset(shared.data(), 0xff, shared.size() * 16);
     Machine::get().run(blocks * THREADS, seed + cluster, [&](int thread) {
       const int rank = thread / THREADS;
-      Kernel<SIZE, TILES>(call, base + rank * bytes, thread % THREADS, cluster, rank, blocks).run();
+      const int own = cluster % call.kv_heads, tile = cluster / call.kv_heads;
+      Kernel<SIZE, TILES>(call, base + rank * bytes, thread % THREADS, rank, blocks, own, tile).run();
     });
     for (int i = 0; i < 128; i++)
       if (reinterpret_cast<unsigned char*>(base)[blocks * bytes + i] != 0xff) Machine::fail("a write outside shared memory");

@@ -198,20 +198,27 @@ inline void load_matrices_turned(uint32_t (&out)[4], const void* row) {
 // ---- A cluster: all that runs at a time, its blocks' shared memory side by side
 
 struct Cluster {
-  const char* shared;
+  char* shared;
   int bytes;  // of a block
   static Cluster& get() {
     static Cluster cluster;
     return cluster;
   }
 };
-inline void cluster_barrier() { Machine::get().block_barrier(); }
-inline const void* peer(const void* own, int rank) {
+inline void cluster_arrive() {}
+inline void cluster_wait() { Machine::get().block_barrier(); }
+template <class Own>
+Own* peer(Own* own, int rank) {
   const Cluster& cluster = Cluster::get();
-  return cluster.shared + int64_t(rank) * cluster.bytes + (static_cast<const char*>(own) - cluster.shared) % cluster.bytes;
+  return reinterpret_cast<Own*>(cluster.shared + int64_t(rank) * cluster.bytes + (reinterpret_cast<char*>(own) - cluster.shared) % cluster.bytes);
 }
-inline float peer_float(const float* own, int rank) { return *static_cast<const float*>(peer(own, rank)); }
-inline float4 peer_float4(const float4* own, int rank) { return *static_cast<const float4*>(peer(own, rank)); }
+template <class Value>
+void send(Value* to, int rank, const Value& value, uint64_t* barrier) {
+  *peer(to, rank) = value;
+  Counted& counts = counted(peer(barrier, rank));
+  counts.bytes_and_phase -= int(sizeof value) << 1;
+  settle(counts);
+}
 
 inline int bits_set(uint32_t word) { return __builtin_popcount(word); }
 inline int first_bit(uint32_t word) { return __builtin_ctz(word); }
