@@ -124,6 +124,6 @@ def compiled(device: torch.device) -> ctypes.CDLL:
         raise KernelUnavailable(f"the CUDA kernels cannot be had ({err}); SPECDEC_CUDA=0 does without") from err
     functions.specdec_error.restype = ctypes.c_char_p
     functions.specdec_fragment_linear.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 4, ctypes.c_void_p]
-    functions.specdec_few_attention.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 5, ctypes.c_void_p]
+    functions.specdec_few_attention.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 4, ctypes.c_void_p]
     functions.specdec_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     return functions

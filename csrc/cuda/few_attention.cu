@@ -3,18 +3,18 @@
 
 namespace specdec::few {
 
-template <int SIZE, int TILES>
+template <int SIZE>
 __global__ void __launch_bounds__(THREADS, 2) few_attention(const __grid_constant__ Call call) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
-  Kernel<SIZE, TILES>(call, shared, threadIdx.x, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z).run();
+  Kernel<SIZE>(call, shared, threadIdx.x, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z).run();
 #endif
 }
 
-template <int SIZE, int TILES>
+template <int SIZE>
 cudaError_t launch(const Call& call, int blocks, bool early, cudaStream_t stream) {
-  const auto kernel = few_attention<SIZE, TILES>;
-  constexpr int bytes = Room<SIZE, TILES>::BYTES;
+  const auto kernel = few_attention<SIZE>;
+  constexpr int bytes = Room<SIZE>::BYTES;
   static const cudaError_t prepared = [kernel] {
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -31,25 +31,18 @@ cudaError_t launch(const Call& call, int blocks, bool early, cudaStream_t stream
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
-template <int SIZE>
-cudaError_t launch_tiles(const Call& call, int tiles, int blocks, bool early, cudaStream_t stream) {
-  if (tiles == 1) return launch<SIZE, 1>(call, blocks, early, stream);
-  if (tiles == 2) return launch<SIZE, 2>(call, blocks, early, stream);
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace specdec::few
 
 extern "C" {
 
-// size: numbers of a head, 64 or 128. tiles: of 16 packed rows, 1 or 2, that a cluster of `blocks` blocks owns.
-int specdec_few_attention(const void* arguments, int size, int tiles, int blocks, int early, int device, cudaStream_t stream) {
+// size: numbers of a head, 64 or 128. blocks: of a cluster.
+int specdec_few_attention(const void* arguments, int size, int blocks, int early, int device, cudaStream_t stream) {
   using namespace specdec::few;
   const Call& call = *static_cast<const Call*>(arguments);
   if (call.tiles < 1 || call.tiles > 65535 || blocks < 1 || blocks > CLUSTER) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
-  if (size == 64) return launch_tiles<64>(call, tiles, blocks, early, stream);
-  if (size == 128) return launch_tiles<128>(call, tiles, blocks, early, stream);
+  if (size == 64) return launch<64>(call, blocks, early, stream);
+  if (size == 128) return launch<128>(call, blocks, early, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -5,12 +5,12 @@
 // of waits: for lengths, for block numbers, for keys and values, for what other programs found. So every link is short, and where the launch
 // before may only have written the call's own rows (`ahead`), those up to the keys of committed tokens come before the wait for it.
 //
-// A cluster of up to 16 blocks owns the rows of a tile (up to 32 packed rows, m = row * group + head) of one KV head. Each warp takes chunks of
+// A cluster of up to 16 blocks owns the rows of a tile (16 packed rows, m = row * group + head) of one KV head. Each warp takes chunks of
 // 16 keys by itself, by turns, asks for the next ones ahead and keeps sums of its own: no warp waits for another before all are done.
 // Then the block's warps add up through shared memory, and send the result into the memory of the blocks that write it, whose barriers
 // count the bytes: no workspace, no fence, no second launch.
 //
-// Products: scores = q kᵀ and out = p v, both with the packed rows as the left operand's 16 rows; the exponentials that leave the first are the
+// Products: scores = q kᵀ and out = p v, both with the packed rows as the left operand's rows; the exponentials that leave the first are the
 // left operand of the second as they lie. Rows are read by ldmatrix, whose eight lanes find their 16 bytes in banks of their own because
 // part p of key k lies at p ^ k % 8.
 #pragma once
@@ -54,21 +54,21 @@ struct alignas(8) Weight {
 };
 
 // A block's shared memory: chunks, later sums; tops and norms of its warps; what others send; a barrier.
-template <int SIZE, int TILES>
+template <int SIZE>
 struct Room {
-  static constexpr int M = PACKED * TILES, ROW = 2 * SIZE, HALF_STAGE = KEYS * ROW, STAGE = 2 * HALF_STAGE;
-  static constexpr int STAGES = TILES == 1 ? 3 : 2;      // chunks of a warp under way: so many that two blocks share a multiprocessor
-  static constexpr int PIECES = M * SIZE / 4 + CLUSTER;  // of results, however they are shared out
-  static constexpr int TOPS = WARPS * STAGES * STAGE, NORMS = TOPS + 4 * WARPS * M, RECEIVED = NORMS + 4 * WARPS * M;
+  static constexpr int ROW = 2 * SIZE, HALF_STAGE = KEYS * ROW, STAGE = 2 * HALF_STAGE;
+  static constexpr int STAGES = 3;                       // chunks of a warp under way: two such blocks share a multiprocessor
+  static constexpr int PIECES = PACKED * SIZE / 4 + CLUSTER;  // of results, however they are shared out
+  static constexpr int TOPS = WARPS * STAGES * STAGE, NORMS = TOPS + 4 * WARPS * PACKED, RECEIVED = NORMS + 4 * WARPS * PACKED;
   static constexpr int WEIGHTS = RECEIVED + 16 * PIECES, BARRIER = WEIGHTS + 8 * PIECES, BYTES = BARRIER + 16;
-  static_assert(M * SIZE * 4 <= STAGES * STAGE, "a warp's sums lie where its chunks were");
+  static_assert(PACKED * SIZE * 4 <= STAGES * STAGE, "a warp's sums lie where its chunks were");
 };
 
-// SIZE: numbers of a head. TILES: of PACKED rows.
-template <int SIZE, int TILES>
+// SIZE: numbers of a head.
+template <int SIZE>
 struct Kernel {
-  using In = Room<SIZE, TILES>;
-  static constexpr int M = In::M, ROW = In::ROW, PARTS = ROW / 16, HALF_STAGE = In::HALF_STAGE, STAGE = In::STAGE, STAGES = In::STAGES;
+  using In = Room<SIZE>;
+  static constexpr int ROW = In::ROW, PARTS = ROW / 16, HALF_STAGE = In::HALF_STAGE, STAGE = In::STAGE, STAGES = In::STAGES;
   static constexpr int STEPS = SIZE / 16;  // of the first product; pairs of column tiles of the second
 
   const Call& call;
@@ -79,9 +79,9 @@ struct Kernel {
   int position, low_word, high_word;         // of row `row + lane`
   int smallest, largest, any_low, any_high;  // over the tile's rows
   int lower, begin, stop, whole_from, whole_to;   // keys somebody sees, in whole chunks from `begin`; keys everybody sees
-  int positions[2 * TILES], words[2 * TILES][2];  // of the packed rows that this lane's sums belong to
-  uint32_t query[TILES][STEPS][4];
-  float sums[TILES][2 * STEPS][4], top[2 * TILES], norm[2 * TILES];
+  int positions[2], words[2][2];                   // of the packed rows that this lane's sums belong to
+  uint32_t query[STEPS][4];
+  float sums[2 * STEPS][4], top[2], norm[2];
 
   // rank: of the block in its cluster; blocks: of the cluster; own: the KV head.
   SPECDEC_DEVICE Kernel(const Call& call, char* shared, int thread, int rank, int blocks, int own, int tile)
@@ -116,8 +116,8 @@ struct Kernel {
     release_launches();
   }
 
-  SPECDEC_DEVICE int tile_rows() const { return M / call.group; }
-  SPECDEC_DEVICE int row_of(int packed) const { return (packed * (65536 / call.group + 1)) >> 16; }  // packed / group, exact up to 32
+  SPECDEC_DEVICE int tile_rows() const { return PACKED / call.group; }
+  SPECDEC_DEVICE int row_of(int packed) const { return (packed * (65536 / call.group + 1)) >> 16; }  // packed / group, exact for all there are
 
   // Whose rows the tile holds: tiles are numbered without gaps through the sequences. Every warp looks by itself.
   SPECDEC_DEVICE bool find_rows() {
@@ -169,7 +169,7 @@ struct Kernel {
     whole_to = nodes > 0 ? context : smallest + 1;
     begin = lower / KEYS * KEYS;
 #pragma unroll
-    for (int half = 0; half < 2 * TILES; half++) {
+    for (int half = 0; half < 2; half++) {
       const int of = row_of(PACKED / 2 * half + lane / 4);
       positions[half] = warp_from(position, of % 32), words[half][0] = warp_from(low_word, of % 32), words[half][1] = warp_from(high_word, of % 32);
       if (of >= count) positions[half] = NOBODY, words[half][0] = words[half][1] = 0;
@@ -222,13 +222,11 @@ struct Kernel {
     int next = block_of(chunk_start(STAGES));
     load_query();
 #pragma unroll
-    for (int half = 0; half < 2 * TILES; half++) top[half] = -INFINITY, norm[half] = 0.0f;
+    for (int half = 0; half < 2; half++) top[half] = -INFINITY, norm[half] = 0.0f;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int column = 0; column < 2 * STEPS; column++)
 #pragma unroll
-      for (int column = 0; column < 2 * STEPS; column++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sums[t][column][e] = 0.0f;
+      for (int e = 0; e < 4; e++) sums[column][e] = 0.0f;
 #pragma unroll 1
     for (int i = 0; chunk_start(i) < stop; i++) {
       wait_copies<STAGES - 1>();
@@ -244,61 +242,53 @@ struct Kernel {
 
   SPECDEC_DEVICE void load_query() {
 #pragma unroll
-    for (int half = 0; half < 2 * TILES; half++) {
+    for (int half = 0; half < 2; half++) {
       const int packed = PACKED / 2 * half + lane / 4;
       const int of = row_of(packed), head = own * call.group + packed - of * call.group;
       const int64_t from = (row + of) * call.q_row + head * call.q_head + lane % 4 * 2;
       const uint32_t* words_of = reinterpret_cast<const uint32_t*>(static_cast<const char*>(call.q) + 2 * from);
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
-        query[half / 2][step][half % 2] = packed < used ? words_of[8 * step] : 0;
-        query[half / 2][step][half % 2 + 2] = packed < used ? words_of[8 * step + 4] : 0;
+        query[step][half] = packed < used ? words_of[8 * step] : 0;
+        query[step][half + 2] = packed < used ? words_of[8 * step + 4] : 0;
       }
     }
   }
 
   // One chunk into the warp's sums.
   SPECDEC_DEVICE void multiply(const char* keys, int start) {
-    float scores[TILES][2][4] = {};
+    float scores[2][4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       uint32_t right[4];
       const int key = lane / 16 * 8 + lane % 8, part = 2 * step + lane / 8 % 2;
       load_matrices(right, keys + key * ROW + 16 * (part ^ key % 8));
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        multiply_add(scores[t][0], query[t][step], right[0], right[1], Bf16());
-        multiply_add(scores[t][1], query[t][step], right[2], right[3], Bf16());
-      }
+      multiply_add(scores[0], query[step], right[0], right[1], Bf16());
+      multiply_add(scores[1], query[step], right[2], right[3], Bf16());
     }
     if (start < whole_from || start + KEYS > whole_to) hide(scores, start);
-    uint32_t left[TILES][4];
+    uint32_t left[4];
 #pragma unroll
-    for (int half = 0; half < 2 * TILES; half++) soften(scores[half / 2], half, left[half / 2]);
+    for (int half = 0; half < 2; half++) soften(scores, half, left);
     const char* const values = keys + HALF_STAGE;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       uint32_t right[4];
       const int key = lane / 8 % 2 * 8 + lane % 8, part = 2 * step + lane / 16;
       load_matrices_turned(right, values + key * ROW + 16 * (part ^ key % 8));
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        multiply_add(sums[t][2 * step], left[t], right[0], right[1], Bf16());
-        multiply_add(sums[t][2 * step + 1], left[t], right[2], right[3], Bf16());
-      }
+      multiply_add(sums[2 * step], left, right[0], right[1], Bf16());
+      multiply_add(sums[2 * step + 1], left, right[2], right[3], Bf16());
     }
   }
 
-  SPECDEC_DEVICE void hide(float (&scores)[TILES][2][4], int start) const {
+  SPECDEC_DEVICE void hide(float (&scores)[2][4], int start) const {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int column = 0; column < 2; column++)
 #pragma unroll
-      for (int column = 0; column < 2; column++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int half = 2 * t + e / 2;
-          if (!sees(positions[half], words[half][0], words[half][1], start + 8 * column + lane % 4 * 2 + e % 2)) scores[t][column][e] = -INFINITY;
-        }
+      for (int e = 0; e < 4; e++) {
+        const int half = e / 2, slot = start + 8 * column + lane % 4 * 2 + e % 2;
+        if (!sees(positions[half], words[half][0], words[half][1], slot)) scores[column][e] = -INFINITY;
+      }
   }
 
   // Whether a row at this position, with this word, sees the key in this slot.
@@ -315,7 +305,7 @@ struct Kernel {
 
   // Scores of the packed rows 8 half + lane / 4 become exponentials, in the left operand's order, and count.
   SPECDEC_DEVICE void soften(const float (&scores)[2][4], int half, uint32_t (&left)[4]) {
-    const int e = half % 2 * 2;
+    const int e = 2 * half;
     float most = larger(larger(scores[0][e], scores[0][e + 1]), larger(scores[1][e], scores[1][e + 1]));
     most = larger(top[half], quad_most(most) * call.scale);
     const float base = most == -INFINITY ? 0.0f : most;
@@ -325,15 +315,15 @@ struct Kernel {
     for (int i = 0; i < 4; i++) p[i] = power_of_two(scores[i / 2][e + i % 2] * call.scale - base);
     norm[half] = norm[half] * shrink + (p[0] + p[1] + p[2] + p[3]);
     top[half] = most;
-    left[half % 2] = round_pair(p[0], p[1], Bf16()), left[half % 2 + 2] = round_pair(p[2], p[3], Bf16());
+    left[half] = round_pair(p[0], p[1], Bf16()), left[half + 2] = round_pair(p[2], p[3], Bf16());
 #pragma unroll
-    for (int column = 0; column < 2 * STEPS; column++) sums[half / 2][column][e] *= shrink, sums[half / 2][column][e + 1] *= shrink;
+    for (int column = 0; column < 2 * STEPS; column++) sums[column][e] *= shrink, sums[column][e + 1] *= shrink;
   }
 
   // ---- What was found, added up. Results of a tile are taken in pieces of 16 bytes; block r of the cluster writes pieces r, r + blocks, …
 
-  SPECDEC_DEVICE float* warp_sums(int of) const { return reinterpret_cast<float*>(shared + of * STAGES * STAGE); }  // [M, SIZE]
-  SPECDEC_DEVICE float* tops() const { return reinterpret_cast<float*>(shared + In::TOPS); }                    // [WARPS, M]
+  SPECDEC_DEVICE float* warp_sums(int of) const { return reinterpret_cast<float*>(shared + of * STAGES * STAGE); }  // [PACKED, SIZE]
+  SPECDEC_DEVICE float* tops() const { return reinterpret_cast<float*>(shared + In::TOPS); }                    // [WARPS, PACKED]
   SPECDEC_DEVICE float* norms() const { return reinterpret_cast<float*>(shared + In::NORMS); }
   SPECDEC_DEVICE float4* received() const { return reinterpret_cast<float4*>(shared + In::RECEIVED); }  // [pieces of this block, blocks]
   SPECDEC_DEVICE Weight* received_weights() const { return reinterpret_cast<Weight*>(shared + In::WEIGHTS); }
@@ -344,14 +334,14 @@ struct Kernel {
   // The warp's sums where its chunks were.
   SPECDEC_DEVICE void leave_sums() {
 #pragma unroll
-    for (int half = 0; half < 2 * TILES; half++) {
+    for (int half = 0; half < 2; half++) {
       const int packed = PACKED / 2 * half + lane / 4;
       const float whole = quad_sum(norm[half]);
-      if (lane % 4 == 0) tops()[warp * M + packed] = top[half], norms()[warp * M + packed] = whole;
+      if (lane % 4 == 0) tops()[warp * PACKED + packed] = top[half], norms()[warp * PACKED + packed] = whole;
       float2* const to = reinterpret_cast<float2*>(warp_sums(warp) + packed * SIZE + lane % 4 * 2);
 #pragma unroll
       for (int column = 0; column < 2 * STEPS; column++)
-        to[4 * column] = make_float2(sums[half / 2][column][half % 2 * 2], sums[half / 2][column][half % 2 * 2 + 1]);
+        to[4 * column] = make_float2(sums[column][2 * half], sums[column][2 * half + 1]);
     }
   }
 
@@ -361,10 +351,10 @@ struct Kernel {
       const int packed = piece / (SIZE / 4);
       Sum sum;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum.see(tops()[w * M + packed]);
+      for (int w = 0; w < WARPS; w++) sum.see(tops()[w * PACKED + packed]);
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
-        sum.add(reinterpret_cast<const float4*>(warp_sums(w))[piece], {tops()[w * M + packed], norms()[w * M + packed]});
+        sum.add(reinterpret_cast<const float4*>(warp_sums(w))[piece], {tops()[w * PACKED + packed], norms()[w * PACKED + packed]});
       if (blocks == 1) {
         finish(piece, sum);
       } else {

@@ -19,8 +19,9 @@ from specdec.kernels.kv_fp8 import UNSCALED, Scales
 
 __all__ = ["rejects", "tree_attention"]
 
-PACKED, MOST_TILES, MOST_BLOCKS, SIZES = 16, 2, 16, (64, 128)  # as in few_attention.h
-RESIDENT = 264  # blocks that an H200 runs at once, two a multiprocessor
+PACKED, MOST_BLOCKS, SIZES = 16, 16, (64, 128)  # as in few_attention.h
+PROCESSORS = 132  # of an H100 or H200; with two blocks on each, keys of 8192 positions at batch 8 come slower than with one
+FEW_CLUSTERS = 16  # up to which tiles that share keys have blocks enough to read them for themselves
 LOG2E = 1.4426950408889634
 
 
@@ -61,9 +62,11 @@ def rejects(
         return "it takes bfloat16 alone"
     if q.shape[2] not in SIZES or not scale > 0.0:
         return f"head size {q.shape[2]}, scale {scale}; it takes heads of {SIZES} numbers and positive scales"
-    packed = packed_rows(q.shape[0], ctx_lens.shape[0], q.shape[1] // k_cache.shape[2])
-    if packed > PACKED * MOST_TILES:
-        return f"{packed} rows times query heads a sequence and KV head; it is for {PACKED * MOST_TILES}"
+    sequences, kv_heads = ctx_lens.shape[0], k_cache.shape[2]
+    packed = packed_rows(q.shape[0], sequences, q.shape[1] // kv_heads)
+    most = 2 * PACKED if sequences * kv_heads <= FEW_CLUSTERS else PACKED
+    if packed > most or q.shape[1] // kv_heads > PACKED:
+        return f"{packed} rows times query heads a sequence and KV head; it is for {most}"
     strides = (*k_cache.stride()[:3], q.stride(0), q.stride(1))
     whole = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == block_table.stride(1) == 1
     if not whole or any(s % 8 for s in strides) or any(t.data_ptr() % 16 for t in (q, k_cache, v_cache)):
@@ -74,19 +77,13 @@ def rejects(
     return None if capability(q.device) >= 90 else "it needs thread block clusters (Hopper)"
 
 
-def cut(rows: int, sequences: int, group: int, kv_heads: int) -> tuple[int, int, int]:
-    """(operands of 16 packed rows a tile, tiles, blocks a cluster).
-
-    A tile holds what a sequence has, were the rows spread evenly; there are as many as ragged rows may need. As many blocks share its keys
-    as the card has room for.
-    """
-    operands = 1 if packed_rows(rows, sequences, group) <= PACKED else MOST_TILES
-    tall = PACKED * operands // group
-    tiles = min(rows, max(rows - sequences, 0) // tall + sequences)
+def cut(rows: int, sequences: int, group: int, kv_heads: int) -> tuple[int, int]:
+    """(tiles, as many as rows may need however ragged they are; blocks a cluster, as many as the card has multiprocessors for)."""
+    tiles = min(rows, max(rows - sequences, 0) // (PACKED // group) + sequences)
     blocks = 1
-    while blocks < MOST_BLOCKS and 2 * blocks * tiles * kv_heads <= RESIDENT:
+    while blocks < MOST_BLOCKS and 2 * blocks * tiles * kv_heads <= PROCESSORS:
         blocks *= 2
-    return operands, tiles, blocks
+    return tiles, blocks
 
 
 def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *rest: Tensor, **how: Any) -> Tensor:
@@ -123,14 +120,14 @@ def prepare_call(
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
     ahead: bool = False,
-) -> tuple[Call, int, int, int]:
-    """The kernel's arguments, which share memory with these tensors; numbers of a head, and operands and blocks as of `cut`.
+) -> tuple[Call, int, int]:
+    """The kernel's arguments, which share memory with these tensors; numbers of a head, and blocks a cluster.
     ahead: see `specdec::few::Call`."""
     (rows, heads, hd), (block, kv_heads), sequences = q.shape, k_cache.shape[1:3], ctx_lens.shape[0]
     group = heads // kv_heads
-    operands, tiles, blocks = cut(rows, sequences, group, kv_heads)
+    tiles, blocks = cut(rows, sequences, group, kv_heads)
     tensors = q, k_cache, v_cache, sinks, block_table, cu_query, ctx_lens, tree_len, first, tree_mask, positions, out
     strides = q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0)
     counts = rows, sequences, heads, kv_heads, group, block, block.bit_length() - 1, window or 0, tiles, int(ahead)
     call = Call(*(None if t is None else t.data_ptr() for t in tensors), *strides, *counts, scale * kv_scales[0] * LOG2E, kv_scales[1])
-    return call, hd, operands, blocks
+    return call, hd, blocks

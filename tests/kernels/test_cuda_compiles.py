@@ -39,6 +39,8 @@ def test_kernels_compile_without_spills_and_answer(capability: int, tmp_path: Pa
     assert len(segments) == 4, report  # two formats, up to 8 and 16 rows
     assert all(stack == 0 for name, (stack, _) in segments.items() if "Li1E" in name), segments
     assert all(stack <= 32 for stack, _ in segments.values()), segments
+    attention = {name: stack for name, (stack, _) in found.items() if "few_attention" in name}
+    assert len(attention) == 2 and not any(attention.values()), attention  # two sizes of heads
     library = ctypes.CDLL(str(tmp_path / "kernels.so"))
     library.specdec_error.restype = ctypes.c_char_p
     call = Call(M=1, N=64, K=100)

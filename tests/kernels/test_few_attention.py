@@ -63,12 +63,11 @@ def padded(batch: Batch, rows: int) -> Batch:
     }
 
 
-def emulate(batch: Batch, how: dict[str, Any], blocks: int, operands: int | None = None, seed: int = 0) -> Tensor:
+def emulate(batch: Batch, how: dict[str, Any], blocks: int, seed: int = 0) -> Tensor:
     q = batch["q"]
     out, beside = guarded(torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.bfloat16))
-    call, hd, chosen, _ = cuda.prepare_call(out, *batch.values(), **how)
-    assert operands in (None, chosen)
-    emulated("emulated_few_attention.cpp").emulate_few_attention(ctypes.byref(call), hd, chosen, blocks, ctypes.c_uint64(seed))
+    call, hd, _ = cuda.prepare_call(out, *batch.values(), **how)
+    emulated("emulated_few_attention.cpp").emulate_few_attention(ctypes.byref(call), hd, blocks, ctypes.c_uint64(seed))
     assert all(margin.isnan().all() for margin in beside), "a write outside the results"
     return out
 
@@ -85,7 +84,7 @@ def test_more_rows_than_a_tile_and_rows_of_no_sequence() -> None:
     """Most sequences are short, so tiles are; the one chunk among them takes several."""
     rows = [Rows(9, 21), *(Rows(4 + b) for b in range(8))]
     batch = {k: t.bfloat16() if t.is_floating_point() else t for k, t in attention_batch(rows, 4, 1, 64, 16).items()}
-    found = emulate(padded(batch, 3), {"scale": 0.125}, 2, operands=1)
+    found = emulate(padded(batch, 3), {"scale": 0.125}, 2)
     check(found[:-3], batch, {"scale": 0.125})
     assert not found[-3:].any()
 
@@ -101,12 +100,12 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_and_nobody_else() ->
     ("rows", "sequences", "group", "kv_heads"), [(1, 1, 4, 8), (4, 1, 4, 8), (32, 8, 4, 8), (128, 32, 4, 8), (3, 5, 1, 2)]
 )
 def test_there_are_tiles_enough_however_ragged_the_rows(rows: int, sequences: int, group: int, kv_heads: int) -> None:
-    operands, tiles, blocks = cuda.cut(rows, sequences, group, kv_heads)
-    tall = cuda.PACKED * operands // group
+    tiles, blocks = cuda.cut(rows, sequences, group, kv_heads)
+    tall = cuda.PACKED // group
     one_long = max(rows - sequences + 1, 0)
     for lengths in ([one_long] + [1] * (min(rows, sequences) - 1), [rows], [1] * min(rows, sequences)):
         assert sum(-(-n // tall) for n in lengths) <= tiles
-    assert 1 <= blocks <= cuda.MOST_BLOCKS and (blocks == 1 or blocks * tiles * kv_heads <= cuda.RESIDENT)
+    assert 1 <= blocks <= cuda.MOST_BLOCKS and (blocks == 1 or blocks * tiles * kv_heads <= cuda.PROCESSORS)
 
 
 @pytest.mark.gpu

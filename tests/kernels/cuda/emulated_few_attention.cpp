@@ -6,9 +6,9 @@ using namespace specdec::few;
 
 namespace {
 
-template <int SIZE, int TILES>
+template <int SIZE>
 void run(const Call& call, int blocks, uint64_t seed) {
-  constexpr int bytes = Room<SIZE, TILES>::BYTES;
+  constexpr int bytes = Room<SIZE>::BYTES;
   std::vector<uint4> shared(blocks * bytes / 16 + 32);
   char* const base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(shared.data()) + 127) / 128 * 128);
   Cluster::get() = {base, bytes};
@@ -17,7 +17,7 @@ void run(const Call& call, int blocks, uint64_t seed) {
     Machine::get().run(blocks * THREADS, seed + cluster, [&](int thread) {
       const int rank = thread / THREADS;
       const int own = cluster % call.kv_heads, tile = cluster / call.kv_heads;
-      Kernel<SIZE, TILES>(call, base + rank * bytes, thread % THREADS, rank, blocks, own, tile).run();
+      Kernel<SIZE>(call, base + rank * bytes, thread % THREADS, rank, blocks, own, tile).run();
     });
     for (int i = 0; i < 128; i++)
       if (reinterpret_cast<unsigned char*>(base)[blocks * bytes + i] != 0xff) Machine::fail("a write outside shared memory");
@@ -28,9 +28,8 @@ void run(const Call& call, int blocks, uint64_t seed) {
 
 extern "C" {
 
-void emulate_few_attention(const Call* call, int size, int tiles, int blocks, uint64_t seed) {
-  if (size == 64) tiles == 1 ? run<64, 1>(*call, blocks, seed) : run<64, 2>(*call, blocks, seed);
-  else tiles == 1 ? run<128, 1>(*call, blocks, seed) : run<128, 2>(*call, blocks, seed);
+void emulate_few_attention(const Call* call, int size, int blocks, uint64_t seed) {
+  size == 64 ? run<64>(*call, blocks, seed) : run<128>(*call, blocks, seed);
 }
 
 }  // extern "C"
