@@ -41,6 +41,7 @@ STALE, CALM, FIRST_CALM = 512, 3, 6  # steps without a measurement of plain deco
 PAUSE, LONGEST = 64, 512  # steps between probes of a batch that does not draft
 PROBE = Shape(3, 2)
 PROBE_STEPS, JUDGED = 5, 3  # steps of a probe, and looks at what it showed: the last of its steps, and one
+RECORDED = 8.0  # plain steps; a change that takes longer has recorded its shape, which it does once
 SETTLED = 64  # steps of drafting after which pauses are short again
 ASK, SELDOM = 16, 256  # steps between two looks at other drafters
 MIXED = SpecBudget("")  # stands for those of a step in which they differ
@@ -258,7 +259,9 @@ class Shared:
         elif budget.shared and before == NO_DRAFT and budget.drafter in self._experience.drafters:
             pace, shape = self._experience.drafters[budget.drafter].pace, Shape(budget.nodes, budget.depth)
             expected = self._pass(budget.nodes, stats.num_sampling, stats.context) + (pace.beyond(shape, stats.num_sampling) or 0.0)
-            self._change = max(0.0, self._changes.add(stats.step_seconds - expected))
+            waited = stats.step_seconds - expected
+            if waited < RECORDED * self._pass(1, stats.num_sampling, stats.context):
+                self._change = max(0.0, self._changes.add(waited))
 
     def _steady(self, budget: SpecBudget, stats: StepStats) -> None:
         batch = stats.num_sampling

@@ -35,6 +35,7 @@ class Times:
     fixed: float = 2e-4
     wait: float = 2.5e-3
     plain_wait: float = 6e-4
+    recording: float = 0.0  # of the first step of a shape and batch, and of the first one that follows
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Pipeline:
         self.ahead = dict.fromkeys(heads, 64)
         self.stats: StepStats | None = None
         self.steps = 0
+        self.recorded: set[tuple[int, int, bool]] = set()
 
     def run(self, lengths: list[int]) -> Run:
         result = Run()
@@ -127,6 +129,9 @@ class Pipeline:
         times = self.times
         seconds = times.cost.base(rows, len(shares)) + (times.fixed + times.depth * deepest if deepest and self._heads(shares) else 0.0)
         seconds += 0.0 if follows else times.wait if max(tree.host.num_nodes) > 1 else times.plain_wait
+        if deepest and (shape := (len(shares), deepest, follows)) not in self.recorded:
+            self.recorded.add(shape)
+            seconds += times.recording
         verdict = judge(tree, [future[: share.seq.remaining] for future, share in zip(futures, shares, strict=True)])
         return Flown(shares, tree, verdict, futures, seconds, follows)
 

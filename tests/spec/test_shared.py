@@ -26,6 +26,15 @@ def test_steps_follow_and_gain(rate: float, bound: float, batch: int) -> None:
     assert run.followed > 0.95
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("recording", [0.05, 0.5, 3.0])
+def test_steps_that_record_their_shape_say_nothing_of_the_next(recording: float, batch: int) -> None:
+    """They come once, and nobody knows how long they take."""
+    run = Pipeline({"head": constant(0.85)}, times=Times(recording=recording)).run([4000] * batch)
+    assert used(run, "head") > 0.85
+    assert run.followed > 0.9
+
+
 def test_better_heads_draft_deeper_and_fuller_cards_less_deep() -> None:
     def depth(rate: float, batch: int, per_row: float = 2e-5) -> float:
         run = Pipeline({"head": constant(rate)}, times=Times(LineCost(3.4e-3, per_row))).run([400] * batch)
