@@ -59,9 +59,10 @@ def verify_work(device: str, vocab: int = VOCAB) -> Iterator[Work]:
 
         def make(seed: int, rows: int = rows, depths: int = depths) -> tuple[Any, ...]:
             index = torch.arange(rows, device=device)
-            noisy = torch.ones(rows, dtype=torch.bool, device=device) if depths else None
-            keys = index * 0 + seed, index % max(depths, 1), index * 0
-            return _logits(rows, vocab, device, seed), torch.ones(rows, device=device), *keys, noisy, 0
+            noisy = torch.ones(1, dtype=torch.bool, device=device) if depths else None
+            one = torch.zeros(1, dtype=torch.int64, device=device)  # request slot
+            tables = torch.ones(1, device=device), one + seed, one, one, noisy
+            return _logits(rows, vocab, device, seed), index * 0, index % max(depths, 1), *tables, 0
 
         yield Work("coupled_verify", f"{name} {rows}x{vocab}", 4 * rows * vocab, make)
 

@@ -326,23 +326,28 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     return _MASS_CUT(log_p, rank, p)
 
 
-def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> Walked:
+def tree_walk(
+    following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState, rates: Tensor | None = None, purpose: int = 0
+) -> Walked:
     """The path taken in each of the B trees behind the R rows, cut at the first end token or at the length limit.
 
     following [R] i64: the token emitted if the path ends at that row's node. agrees [R] bool: which nodes may be on a path, True for
-    roots, for at most one child of any node; None = those that draft what follows their parent. A token that is
-    both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
+    roots, for at most one child of any node; None = those that draft what follows their parent. rates [K] f64 force it instead: a node
+    agrees if it is the first child of its parent and its coin is below the rate at its depth, the last one beyond; coins are
+    `philox_uniform` of (length, id depth, purpose). A token that is both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
     committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B], rows [B,D+1], all i64, D = deepest node.
     """
-    walked: Walked = _TREE_WALK(following, agrees, rows, sampling)
+    walked: Walked = _TREE_WALK(following, agrees, rows, sampling, rates, purpose)
     return walked
 
 
 def coupled_verify(
     logits: Tensor,
+    slots: Tensor,
+    depths: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
     choices: Tensor,
     noisy: Tensor | None,
     purpose: int,
@@ -351,10 +356,11 @@ def coupled_verify(
 ) -> tuple[Tensor, Tensor | None]:
     """(token [R] i64, log-sum-exp of each row's logits [R] f32 or None): to the bit `gumbel_argmax` of logits / temperature.
 
-    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy
-    [R] bool, None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
+    logits [R,V] f32, slots, depths [R] i64: request slot and depth of each row's node. By request slot: temperature [S] f32 (1 where it
+    has been applied, and for greedy requests), seeds, lengths (tokens so far), choices [S] i64, noisy [S] bool, None = nobody samples
+    (keys are not read). A row's token is the one at position length + depth. Rows with the same key may share the making of their noise.
     """
-    return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
+    return _COUPLED_VERIFY(logits, slots, depths, temperature, seeds, lengths, choices, noisy, purpose, lse=lse)
 
 
 def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int) -> BuiltTree:

@@ -54,11 +54,11 @@ def _first_of(batch: Any) -> Any:
 
 def walk(args: Args) -> Args:
     """The first tree alone."""
-    following, agrees, rows, sampling = args
+    following, agrees, rows, sampling, *forced = args
     tree, count = rows.tree, int(rows.counts[0])
     tokens, parents = (field[0, :count].tolist() for field in (tree.tokens, tree.parents))
     alone = RowInfo(tree_from_lists([(tokens, parents, None)]), rows.request_slots[:1], rows.device)
-    return following[:count], None if agrees is None else agrees[:count], alone, sampling
+    return following[:count], None if agrees is None else agrees[:count], alone, sampling, *forced
 
 
 def moves(args: Args) -> Args:
