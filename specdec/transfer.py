@@ -76,9 +76,9 @@ def _part(arrived: Tensor, start: int, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 @lru_cache(256)
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """[n] i64 on `device`, sent when these are first asked for. Not to be written to."""
-    return send(np.array(values, dtype=np.int64), device)
+def constant(values: tuple[int, ...], device: torch.device, dtype: type[np.signedinteger[Any]] = np.int64) -> Tensor:
+    """[n], i64 or i32, on `device`, sent when these are first asked for. Not to be written to."""
+    return send(np.array(values, dtype=dtype), device)
 
 
 class Fetch:

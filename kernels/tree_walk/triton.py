@@ -47,8 +47,9 @@ def tree_walk(
         _walk[(batch,)](
             following, law, *fields, rows.starts, rows.slots, *limits, sampling.seed, sampling.choice,
             committed, num_committed, path, num_accepted, finish, path_rows, width, nodes, sampling.end_ids.shape[1],
-            0 if rates is None else len(rates), purpose, GIVEN=given, FORCED=forced, NODES=triton.next_power_of_2(max(nodes, 2)), ROUNDS=(width - 1).bit_length(),
-            COLUMNS=triton.next_power_of_2(width), num_warps=1,
+            0 if rates is None else len(rates), purpose, GIVEN=given, FORCED=forced,
+            NODES=triton.next_power_of_2(max(nodes, 2)), ROUNDS=(width - 1).bit_length(), COLUMNS=triton.next_power_of_2(width),
+            num_warps=1,
         )  # fmt: skip
     return committed, num_committed, path, num_accepted, finish, path_rows
 

@@ -240,12 +240,9 @@ class HeadDrafter(ABC):
         budget. taps: of all rows of its pass; roots [B] i64: those of the roots."""
         assert self._recorded is not None
         self._settle()
-        committed, num_committed, path = said
-        rows = roots[:, None] + torch.nn.functional.pad(path, (1, 0))
-        along = self._runner.own(taps[rows])
         depth = self._depth(shares[0].budget.depth)
         self._runner.ahead = {share.seq for share in shares}
-        return self._recorded.follow(shares, depth, sampling, (committed, num_committed, along))
+        return self._recorded.follow(shares, depth, sampling, (*said, taps, roots))
 
     def drew(self, seq: Sequence, draft: HostDraft) -> None:
         """What `follow` drafted for the sequence, now that it is known here."""

@@ -164,14 +164,15 @@ def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
     target.scheduler.extend({share.seq: len(share.seq.tokens) + 8 for share in shares})
     tree = tree_from_lists([([7, 8, 9, 10], [-1, 0, 0, 2], None), ([5, 6, 7, 8], [-1, 0, 1, 2], None), ([1, 2, 3, 4], [-1, 0, 0, 0], None)])
     host = target.builder.build(StepPlan(tuple(shares)), tree)
-    _, tables = target.builder.tables_of([share.seq for share in shares])
-    newest = torch.tensor([share.seq.num_computed for share in shares])
-    found = target.builder.trees(tree, tree.num_nodes, ancestor_words(tree), newest, tables)
+    slots, tables = target.builder.tables_of([share.seq for share in shares])
+    words, lengths = ancestor_words(tree), target.sampling.length.clone()
+    lengths[slots] = torch.tensor([share.seq.num_computed + 1 for share in shares])
+    found = target.builder.trees(tree, tree.num_nodes, words, lengths, slots, tables)
     for name in ("input_ids", "positions", "cu_query", "ctx_lens", "tree_len", "tree_mask", "slot_mapping", "logit_rows"):
         assert torch.equal(getattr(found, name), getattr(host, name)), name
     blocks = host.block_tables.shape[2]
     assert torch.equal(found.block_tables[:, :, :blocks], host.block_tables)
-    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), ancestor_words(tree), newest, tables)
+    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), words, lengths, slots, tables)
     assert (fewer.slot_mapping < 0).tolist() == [[False] * 6 + [True] * 2 + [False] + [True] * 3] * 2
 
 

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from specdec.kernels.cases import CASES
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
@@ -110,6 +111,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "norm_rope_write_kv", (qkv, head, head, 1e-6, slots, angles, angles, *caches, slots)
     pool = torch.zeros(5, 710, dtype=torch.int64)
     yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
+    for op in ("tree_layout", "compaction_slots", "pad_batch", "gather_pairs"):
+        for case in CASES[op]():
+            yield op, case.args
     for forced in (False, True):
         yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64 and (len(c.args) > 4) == forced)
 
