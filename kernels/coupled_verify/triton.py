@@ -148,10 +148,9 @@ def _pick(values, index):
 
 @triton.jit(do_not_specialize=["purpose", "rows"])
 def _verify(
-    logits, slots, depths, temperatures, seeds, lengths, choices, noisy, scratch, ids, counters, tokens, masses,
-    purpose, vocab, rows, logits_row,
-    NOISE: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
-    EXACT: tl.constexpr,
+    logits, slots, depths, temperatures, seeds, lengths, choices, noisy, scratch, ids, counters, tokens, masses, purpose, vocab, rows,
+    logits_row, NOISE: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr,
+    TILES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, chunks of MEMBERS rows). Per row and tile: scratch [1 or 3, R, tiles]: best rough sum; largest logit, sum of
     exponentials above it. ids: the one that has the best sum, the lowest of equals; -1 where several may have it."""

@@ -65,6 +65,17 @@ def _forced(rates, num_rates, token, parent, depth, real, length, seed, choice, 
     return ((elders == 0) & (coin.to(tl.float64) < rate) & (token >= 0)).to(tl.int32)
 
 
+@triton.jit
+def _clear(committed, path_rows, path, drafts, width, COLUMNS: tl.constexpr):
+    """Zeros in a tree's results beyond the path."""
+    place = tl.arange(0, COLUMNS)
+    beyond = (place > drafts) & (place < width)
+    nothing = tl.zeros([COLUMNS], tl.int64)
+    tl.store(committed + place, nothing, mask=beyond)
+    tl.store(path_rows + place, nothing, mask=beyond)
+    tl.store(path + place - 1, nothing, mask=beyond)
+
+
 @triton.jit(do_not_specialize=["width", "nodes", "ends", "num_rates", "purpose"])
 def _walk(
     following, law, tokens, parents, depths, num_nodes, starts, slots, lengths, min_totals, max_totals, end_ids, seeds, choices,
@@ -118,12 +129,7 @@ def _walk(
     tl.store(path_rows + tree * width + depth, first + node, mask=taken)
     draft = taken & (node > 0)
     tl.store(path + tree * (width - 1) + column, tl.where(column < accepted, node, 0).to(tl.int64), mask=draft)
-    place = tl.arange(0, COLUMNS)
-    beyond = (place > drafts) & (place < width)
-    nothing = tl.zeros([COLUMNS], tl.int64)
-    tl.store(committed + tree * width + place, nothing, mask=beyond)
-    tl.store(path_rows + tree * width + place, nothing, mask=beyond)
-    tl.store(path + tree * (width - 1) + place - 1, nothing, mask=beyond)
+    _clear(committed + tree * width, path_rows + tree * width, path + tree * (width - 1), drafts, width, COLUMNS)
     tl.store(num_committed + tree, count.to(tl.int64))
     tl.store(num_accepted + tree, accepted.to(tl.int64))
     code = tl.where(cut == width, 0, tl.where(stopped != 0, 1, 2))

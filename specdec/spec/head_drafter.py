@@ -21,7 +21,7 @@ from specdec.spec.head_progress import Pick
 from specdec.spec.limits import uses
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import DEPTH_BUCKETS, Calibration, depth_bucket
-from specdec.transfer import send
+from specdec.transfer import send_into
 from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ class Scores:
     def table(self) -> Tensor:
         """[cells] f32, calibrated rate by cell, always in the same place."""
         if not self._current:
-            rates = send(np.asarray(self._calibration.rates, dtype=np.float32), self._device)
-            self._table = rates.clone() if self._table is None else self._table.copy_(rates)
+            rates = np.asarray(self._calibration.rates, dtype=np.float32)
+            if self._table is None:
+                self._table = torch.empty(len(rates), device=self._device)
+            send_into(self._table, rates)
             self._current = True
         assert self._table is not None
         return self._table
