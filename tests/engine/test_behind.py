@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import boot
+from specdec import boot, ops
 from specdec.behind import Wait
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
@@ -152,6 +153,26 @@ def test_synthetic_acceptance(method: str, shape: Any) -> None:
     spec = shape(method, depth=3, head=head, verify="synthetic", synthetic_acceptance=(0.9, 0.7, 0.5))
     found = same(pair(spec), requests(3, 0.0), at_least=3)
     assert all(output.metrics.acceptance_length > 2 for output in found.values())
+
+
+@pytest.mark.skipif(ops.WHY_NO_TRITON is not None or torch.cuda.is_available(), reason="interpreted")
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_by_the_kernels_of_a_card(synthetic: bool) -> None:
+    """What is around the passes, by the kernels of a card, interpreted: the same tokens as by the references."""
+    forced = {"verify": "synthetic", "synthetic_acceptance": (0.9, 0.7, 0.5)} if synthetic else {}
+    spec = heads.tree("eagle3", depth=3, **forced)
+    asked = {name: (ids, replace(params, max_tokens=9)) for name, (ids, params) in requests(3, 0.9).items()}
+    found = [run(pair(spec)[1], asked)]
+    with ExitStack() as stack:
+        for op in ("coupled_verify", "tree_walk", "tree_layout", "compaction_slots", "pad_batch", "gather_pairs"):
+            stack.enter_context(ops.override(op, "triton"))
+        target = pair(spec)[1]
+        counts = followed(target)
+        found.append(run(target, asked))
+    assert counts
+    for name in asked:
+        assert found[1][name].outputs[0].token_ids == found[0][name].outputs[0].token_ids
+        assert found[1][name].metrics.accepted == found[0][name].metrics.accepted
 
 
 def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
