@@ -25,6 +25,7 @@ from bench.cuda_timing import call_seconds, copies, read_microseconds
 from bench.schema import append, environment
 from specdec import ops
 from specdec.kernels.inputs import chain, grown_pool, random_tree
+from specdec.kernels.pad_batch.reference import zeroed
 from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 from specdec.spec.tree import HostTree, tree_from_lists
@@ -59,9 +60,10 @@ def verify_work(device: str, vocab: int = VOCAB) -> Iterator[Work]:
 
         def make(seed: int, rows: int = rows, depths: int = depths) -> tuple[Any, ...]:
             index = torch.arange(rows, device=device)
-            noisy = torch.ones(rows, dtype=torch.bool, device=device) if depths else None
-            keys = index * 0 + seed, index % max(depths, 1), index * 0
-            return _logits(rows, vocab, device, seed), torch.ones(rows, device=device), *keys, noisy, 0
+            noisy = torch.ones(1, dtype=torch.bool, device=device) if depths else None
+            one = torch.zeros(1, dtype=torch.int64, device=device)  # request slot
+            tables = torch.ones(1, device=device), one + seed, one, one, noisy
+            return _logits(rows, vocab, device, seed), index * 0, index % max(depths, 1), *tables, 0
 
         yield Work("coupled_verify", f"{name} {rows}x{vocab}", 4 * rows * vocab, make)
 
@@ -193,7 +195,46 @@ def walk_work(device: str) -> Iterator[Work]:
         yield Work("tree_walk", f"{kind} of {nodes}, batch {batch}", batch * nodes * 4 * 8, make)
 
 
-GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (verify_work, cut_work, row_work, rope_work, draft_work, cache_work, walk_work)
+def layout_work(device: str, width: int = 12288, blocks: int = 512) -> Iterator[Work]:
+    """What a step lays out around the target's pass: chains of 4 of one sequence and of 32, over 8k of context; three taps of Llama-8B."""
+    for batch in (1, 32):
+        yield from _layouts(device, batch, 4, width, blocks)
+
+
+def _layouts(device: str, batch: int, nodes: int, width: int, blocks: int) -> Iterator[Work]:
+    rows, size = batch * nodes, f"{batch} chains of {nodes}"
+    tables = torch.zeros((1, batch, blocks), dtype=torch.int32, device=device)
+    slots, roots = torch.arange(batch, device=device), torch.arange(0, rows, nodes, device=device)
+    lengths, whole = torch.full((batch,), 8 * blocks, device=device), torch.full((batch,), nodes, device=device)
+
+    def numbers(seed: int, *shape: int) -> Tensor:
+        return torch.randint(1, 1000, shape, device=device, generator=_generator(device, seed))
+
+    def layout(seed: int) -> tuple[Any, ...]:
+        tokens = numbers(seed, batch, nodes)
+        return tokens, tokens % nodes, whole, lengths, slots, tables, 16
+
+    def compaction(seed: int) -> tuple[Any, ...]:
+        return numbers(seed, batch, nodes - 1) % nodes, whole - 1, whole, lengths, slots, tables, 16
+
+    def pad(seed: int) -> tuple[Any, ...]:
+        own, given = (zeroed(rows, batch, 1, blocks, torch.device(device), first_key=False) for _ in range(2))
+        return (numbers(seed, rows), *own[1:]), (numbers(seed, rows), *given[1:])
+
+    def pairs(seed: int) -> tuple[Any, ...]:
+        taps = torch.randn((rows, width), device=device, generator=_generator(device, seed)).bfloat16()
+        own = numbers(seed, batch, nodes + 1), torch.zeros((batch, nodes, width), dtype=taps.dtype, device=device)
+        return *own, numbers(seed, batch, nodes), whole, numbers(seed, batch, nodes - 1) % nodes, taps, roots, None
+
+    yield Work("tree_layout", size, rows * 8 * 5, layout)
+    yield Work("compaction_slots", size, batch * (nodes - 1) * 8 * 3, compaction)
+    yield Work("pad_batch", size, 2 * (rows * 8 * 4 + 4 * batch * blocks), pad)
+    yield Work("gather_pairs", size, 2 * 2 * rows * width, pairs)
+
+
+GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (
+    *(verify_work, cut_work, row_work, rope_work, draft_work, cache_work, walk_work, layout_work),
+)
 
 
 def record(work: Work, backend: str, seconds: list[float], read: float) -> dict[str, Any]:

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from specdec.kernels.case import Case, randn
 from specdec.kernels.clamped_swiglu import cases as clamped
+from specdec.kernels.compaction_slots import cases as compaction
 from specdec.kernels.coupled_verify import cases as verify
 from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
+from specdec.kernels.gather_pairs import cases as pairs
 from specdec.kernels.inputs import Rows, attention_batch, chain, generator, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
 from specdec.kernels.moe_experts import cases as moe
 from specdec.kernels.norm_rope import cases as norm_rope
+from specdec.kernels.pad_batch import cases as pad
 from specdec.kernels.rms_norm_fp8 import cases as norm_fp8
 from specdec.kernels.silu_mul_fp8 import cases as silu_fp8
 from specdec.kernels.tree_build import cases as build
+from specdec.kernels.tree_layout import cases as layout
 
 
 def random_weight(rows: int, cols: int, kind: str, seed: int = 0) -> TiledWeight:
@@ -275,6 +279,10 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **moe.CASES,
     **verify.CASES,
     **build.CASES,
+    **layout.CASES,
+    **compaction.CASES,
+    **pairs.CASES,
+    **pad.CASES,
     **topk.CASES,
     **norm_fp8.CASES,
     **silu_fp8.CASES,

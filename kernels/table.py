@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
+from specdec.kernels.compaction_slots import reference as compaction_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.cuda_library import missing, missing_products
 from specdec.kernels.decoder_stack import cuda as stack_cuda
@@ -27,6 +28,7 @@ from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import cuda as fp8_cuda
 from specdec.kernels.fp8_linear import reference as fp8_reference
 from specdec.kernels.fp8_linear import widened as fp8_widened
+from specdec.kernels.gather_pairs import reference as pairs_reference
 from specdec.kernels.int4_linear import cuda as int4_cuda
 from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.linear import reference as linear_reference
@@ -37,6 +39,7 @@ from specdec.kernels.moe_route import reference as route_reference
 from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.noise import reference as noise_reference
 from specdec.kernels.norm_rope import reference as norm_rope_reference
+from specdec.kernels.pad_batch import reference as pad_reference
 from specdec.kernels.prefill_attention import flash
 from specdec.kernels.quantize_fp8 import reference as quantize_reference
 from specdec.kernels.registry import Backend, Op, Registry
@@ -49,6 +52,7 @@ from specdec.kernels.tree_attention import cuda as attention_cuda
 from specdec.kernels.tree_attention import matmul as attention_matmul
 from specdec.kernels.tree_attention import reference as attention_reference
 from specdec.kernels.tree_build import reference as build_reference
+from specdec.kernels.tree_layout import reference as layout_reference
 from specdec.kernels.tree_walk import reference as walk_reference
 
 if TYPE_CHECKING:
@@ -219,6 +223,10 @@ _NORM_ROPE_CPU = Backend("cpu", _NORM_ROPE, ("cpu",), _norm_rope_rejects, missin
 _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv, _NORM_ROPE_CPU)
 _beside_triton("draft_topk", topk_reference.draft_topk)
 _beside_triton("tree_build", build_reference.tree_build)
+_beside_triton("tree_layout", layout_reference.tree_layout)
+_beside_triton("pad_batch", pad_reference.pad_batch)
+_beside_triton("compaction_slots", compaction_reference.compaction_slots)
+_beside_triton("gather_pairs", pairs_reference.gather_pairs)
 
 
 def _register_product(name: str, reference: Callable[..., Any], *others: Backend, cuda: Backend | None = None) -> Op:

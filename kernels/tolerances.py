@@ -17,6 +17,10 @@ TOLERANCE: dict[str, float] = {
     "tiled_embedding": 0.0,  # the same two roundings
     "tree_walk": 0.0,  # integers
     "draft_topk": 1e-5,  # order of the sum over H, then exp; ids exactly: inputs avoid such ties
+    "tree_layout": 0.0,  # integers
+    "pad_batch": 0.0,  # copies
+    "compaction_slots": 0.0,  # integers
+    "gather_pairs": 0.0,  # copies
     "tree_build": 0.0,  # integers, and copies of scores
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.kernels.clamped_swiglu import triton as clamped
+from specdec.kernels.compaction_slots import triton as compaction
 from specdec.kernels.coupled_verify import triton as verify
 from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
+from specdec.kernels.gather_pairs import triton as pairs
 from specdec.kernels.int4_linear import triton as int4
 from specdec.kernels.linear import triton as linear
 from specdec.kernels.mass_cut import triton as cut
@@ -18,6 +20,7 @@ from specdec.kernels.moe_route import triton as route
 from specdec.kernels.move_kv import triton as move
 from specdec.kernels.noise import triton as noise
 from specdec.kernels.norm_rope import triton as norm_rope
+from specdec.kernels.pad_batch import triton as pad
 from specdec.kernels.quantize_fp8 import triton as quantize
 from specdec.kernels.registry import Backend
 from specdec.kernels.rms_norm import triton as norm
@@ -28,6 +31,7 @@ from specdec.kernels.silu_mul_fp8 import triton as silu_fp8
 from specdec.kernels.tree_attention import triton as attention
 from specdec.kernels.tree_attention import triton_fixed as fixed_attention
 from specdec.kernels.tree_build import triton as build
+from specdec.kernels.tree_layout import triton as layout
 from specdec.kernels.tree_walk import triton as walk
 from specdec.kernels.triton_common import INTERPRETED
 
@@ -82,6 +86,10 @@ BACKENDS: dict[str, Backend] = {
     "mass_cut": _backend(cut.mass_cut, cut.rejects),
     "draft_topk": _backend(topk.draft_topk, topk.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
+    "tree_layout": _backend(layout.tree_layout, layout.rejects),
+    "pad_batch": _backend(pad.pad_batch, pad.rejects),
+    "compaction_slots": _backend(compaction.compaction_slots, compaction.rejects),
+    "gather_pairs": _backend(pairs.gather_pairs, pairs.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),
 }

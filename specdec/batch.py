@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.cache.tables import device_slots, flat_slots
+from specdec import ops
+from specdec.cache.tables import flat_slots
 from specdec.spec.tree import host_words
-from specdec.transfer import send, send_all
+from specdec.transfer import constant, send, send_all
 from specdec.types import Batch
 
 if TYPE_CHECKING:
@@ -88,22 +89,29 @@ class BatchBuilder:
         request_slots, tables = send_all([np.array(slots), np.ascontiguousarray(self._tables[:, slots, :longest])], self.device)
         return request_slots, tables
 
-    def trees(self, tree: DraftTree, num_nodes: torch.Tensor, words: torch.Tensor, newest: torch.Tensor, tables: torch.Tensor) -> Batch:
+    def trees(
+        self,
+        tree: DraftTree,
+        num_nodes: torch.Tensor,
+        words: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+    ) -> Batch:
         """As `build`, on the device, of trees that lie there and have all N nodes, of which num_nodes [B] count: the others write no K and
-        V. words [B, N]: of ancestors. newest [B] i64: positions of the roots. tables: of `tables_of`, with room for N nodes."""
+        V. words [B, N]: of ancestors. lengths [S] i64: tokens by request slot. slots, tables: of `tables_of`, with room for N nodes."""
         batch, nodes = tree.tokens.shape
-        node = torch.arange(nodes, device=self.device)
-        slots = device_slots(tables, newest[:, None] + node, self.block_size, node < num_nodes[:, None])
+        laid = ops.tree_layout(tree.tokens, tree.depth, num_nodes, lengths, slots, tables, self.block_size)
         return Batch(
-            input_ids=tree.tokens.flatten().clamp(min=0),
-            positions=(newest[:, None] + tree.depth).flatten(),
-            cu_query=torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=self.device),
-            ctx_lens=newest.int(),
-            tree_len=torch.full((batch,), nodes, dtype=torch.int32, device=self.device),
+            input_ids=laid.input_ids,
+            positions=laid.positions,
+            cu_query=constant(tuple(range(0, batch * nodes + 1, nodes)), self.device, np.int32),
+            ctx_lens=laid.ctx_lens,
+            tree_len=constant((nodes,) * batch, self.device, np.int32),
             tree_mask=words.flatten(),
             block_tables=tables,
-            slot_mapping=slots.flatten(1),
-            logit_rows=torch.arange(batch * nodes, device=self.device),
+            slot_mapping=laid.slot_mapping,
+            logit_rows=constant(tuple(range(batch * nodes)), self.device),
         )
 
     @staticmethod

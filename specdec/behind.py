@@ -22,16 +22,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import torch
-
+from specdec import ops
 from specdec.budget import clip, shrink, slots
-from specdec.cache.tables import device_slots
 from specdec.overlap import Flight, only_rows
 from specdec.spec.head_drafter import HeadDrafter
 from specdec.spec.recorded_growth import host_drafts
 from specdec.spec.tree import rows_of, tree_from_lists
 from specdec.transfer import constant
-from specdec.types import DraftTree, Scheduled, SpecBudget, StepPlan
+from specdec.types import DraftTree, Scheduled, SpecBudget, StepPlan, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,30 +127,28 @@ class Behind:
     def _launch(self, flight: Flight, index: list[int], shares: list[Scheduled], drafter: HeadDrafter, start: float) -> Flight:
         """index: who of the flight goes on, each with a share."""
         parts, verdict, budget = self._parts, flight.verdict, shares[0].budget
-        request_slots, tables = parts.builder.tables_of([share.seq for share in flight.plan.scheduled])
-        newest = parts.sampling.length[request_slots] - 1
+        everybody = None
         if any(share.budget.width > 1 for share in flight.plan.scheduled):  # a chain lies where it belongs
-            self._compact(flight, newest, tables)
-        newest = only_rows(newest, index)
-        tables = torch.stack([only_rows(table, index) for table in tables]) if len(index) < tables.shape[1] else tables
+            everybody = parts.builder.tables_of([share.seq for share in flight.plan.scheduled])
+            self._compact(verdict, *everybody)
+        if everybody is None or len(index) < len(flight.plan.scheduled):
+            everybody = parts.builder.tables_of([share.seq for share in shares])
+        request_slots, tables = everybody
         starts = list(accumulate(rows_of(flight.tree), initial=0))
         roots = constant(tuple(starts[i] for i in index), parts.builder.device)
         assert flight.forward.taps is not None
         said = [only_rows(field, index) for field in (verdict.committed, verdict.num_committed, verdict.path)]
         grown = drafter.follow(shares, parts.sampling, said, flight.forward.taps, roots)
-        whole = torch.full_like(grown.num_nodes, budget.nodes)
+        whole = constant((budget.nodes,) * len(shares), parts.builder.device)
         uniform = budget.nodes, budget.depth
         tree = DraftTree(grown.tokens, grown.parents, grown.depth, whole, drafters=(drafter.name,) * len(shares), uniform=uniform)
-        batch = parts.builder.trees(tree, grown.num_nodes, grown.words, newest, tables)
+        batch = parts.builder.trees(tree, grown.num_nodes, grown.words, parts.sampling.length, request_slots, tables)
         return self._launcher.launch(StepPlan(tuple(shares)), tree, start, batch, grown.told)
 
-    def _compact(self, flight: Flight, newest: Tensor, tables: Tensor) -> None:
+    def _compact(self, verdict: Verdict, request_slots: Tensor, tables: Tensor) -> None:
         """As `commit.compaction`: accepted nodes go from cells root + node to root + depth; the others stay."""
-        verdict, kv = flight.verdict, self._parts.kv
-        root = (newest - verdict.num_committed)[:, None]
-        depth = torch.arange(1, verdict.path.shape[1] + 1, device=newest.device)
-        nodes = torch.where(depth <= verdict.num_accepted[:, None], verdict.path, depth)
-        source, target = (device_slots(tables, root + node, kv.block_size).flatten(1) for node in (nodes, depth))
+        kv, said = self._parts.kv, (verdict.path, verdict.num_accepted, verdict.num_committed)
+        source, target = ops.compaction_slots(*said, self._parts.sampling.length, request_slots, tables, kv.block_size)
         for group in range(len(kv.groups)):
             kv.move(group, source[group], target[group])
 

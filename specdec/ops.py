@@ -28,6 +28,7 @@ from specdec.kernels.moe_experts.weight import Experts, storage, streamed
 from specdec.kernels.table import COMPILED, HEAD_SIZES, TABLE, WHY_NO_CUDA, WHY_NO_PRODUCTS, WHY_NO_TRITON, WHY_NOT
 from specdec.kernels.tilings import MEASURED, file_name
 from specdec.kernels.tree_build.reference import BuiltTree
+from specdec.kernels.tree_layout.reference import TreeLayout
 from specdec.kernels.tree_walk.reference import Walked
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ _CLAMPED_SWIGLU = TABLE.ops["clamped_swiglu"]
 _NORM_ROPE_WRITE_KV = TABLE.ops["norm_rope_write_kv"]
 _DRAFT_TOPK = TABLE.ops["draft_topk"]
 _TREE_BUILD = TABLE.ops["tree_build"]
+_TREE_LAYOUT = TABLE.ops["tree_layout"]
+_COMPACTION_SLOTS = TABLE.ops["compaction_slots"]
+_GATHER_PAIRS = TABLE.ops["gather_pairs"]
+_PAD_BATCH = TABLE.ops["pad_batch"]
 _DENSE_LINEAR = TABLE.ops["dense_linear"]
 _FP8_LINEAR = TABLE.ops["fp8_linear"]
 _FP8_FP8_LINEAR = TABLE.ops["fp8_fp8_linear"]
@@ -326,23 +331,29 @@ def mass_cut(log_p: Tensor, rank: Tensor, p: Tensor) -> Tensor:
     return _MASS_CUT(log_p, rank, p)
 
 
-def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> Walked:
+def tree_walk(
+    following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState, rates: Tensor | None = None, purpose: int = 0
+) -> Walked:
     """The path taken in each of the B trees behind the R rows, cut at the first end token or at the length limit.
 
     following [R] i64: the token emitted if the path ends at that row's node. agrees [R] bool: which nodes may be on a path, True for
-    roots, for at most one child of any node; None = those that draft what follows their parent. A token that is
-    both the last allowed and an end token finishes as stopped. Returns the tensors of `specdec.types.Verdict` in its order:
-    committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B], rows [B,D+1], all i64, D = deepest node.
+    roots, for at most one child of any node; None = those that draft what follows their parent. rates [K] f64 force it instead: a node
+    agrees if it is the first child of its parent and its coin is below the rate at its depth, the last one beyond; coins are
+    `philox_uniform` of (length, id depth, purpose). A token that is both the last allowed and an end token finishes as stopped. Returns
+    the tensors of `specdec.types.Verdict` in its order: committed [B,D+1], num_committed [B], path [B,D], num_accepted [B], finish [B],
+    rows [B,D+1], all i64, D = deepest node.
     """
-    walked: Walked = _TREE_WALK(following, agrees, rows, sampling)
+    walked: Walked = _TREE_WALK(following, agrees, rows, sampling, rates, purpose)
     return walked
 
 
 def coupled_verify(
     logits: Tensor,
+    slots: Tensor,
+    depths: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
     choices: Tensor,
     noisy: Tensor | None,
     purpose: int,
@@ -351,10 +362,11 @@ def coupled_verify(
 ) -> tuple[Tensor, Tensor | None]:
     """(token [R] i64, log-sum-exp of each row's logits [R] f32 or None): to the bit `gumbel_argmax` of logits / temperature.
 
-    logits [R,V] f32, temperature [R] f32 (1 where it has been applied, and for greedy rows), seeds, positions, choices [R] i64, noisy
-    [R] bool, None = no row (keys are not read). Rows with the same three keys may share the making of their noise.
+    logits [R,V] f32, slots, depths [R] i64: request slot and depth of each row's node. By request slot: temperature [S] f32 (1 where it
+    has been applied, and for greedy requests), seeds, lengths (tokens so far), choices [S] i64, noisy [S] bool, None = nobody samples
+    (keys are not read). A row's token is the one at position length + depth. Rows with the same key may share the making of their noise.
     """
-    return _COUPLED_VERIFY(logits, temperature, seeds, positions, choices, noisy, purpose, lse=lse)
+    return _COUPLED_VERIFY(logits, slots, depths, temperature, seeds, lengths, choices, noisy, purpose, lse=lse)
 
 
 def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, nodes: Tensor, width: int, deepest: int) -> BuiltTree:
@@ -367,6 +379,50 @@ def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, n
     """
     built: BuiltTree = _TREE_BUILD(tokens, parents, scores, roots, nodes, width, deepest)
     return built
+
+
+def tree_layout(
+    tokens: Tensor, depth: Tensor, num_nodes: Tensor, lengths: Tensor, slots: Tensor, tables: Tensor, block_size: int
+) -> TreeLayout:
+    """Rows of B trees of N nodes each, node i of a sequence of n tokens at position n - 1 + depth and in the cell n - 1 + i.
+
+    tokens (-1 becomes 0), depth [B,N], num_nodes [B] i64: nodes at and beyond it write nothing; lengths [S] i64 by request slot, slots [B]
+    i64, tables [G,B,M] i32. Returns `TreeLayout`: input_ids, positions [B·N], slot_mapping [G,B·N] i64, ctx_lens [B] i32.
+    """
+    laid: TreeLayout = _TREE_LAYOUT(tokens, depth, num_nodes, lengths, slots, tables, block_size)
+    return laid
+
+
+def compaction_slots(
+    path: Tensor, num_accepted: Tensor, num_committed: Tensor, lengths: Tensor, slots: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """(source, target) [G,B·D] i64 flat slots that bring the K and V of accepted nodes from cells root + node to root + depth.
+
+    path [B,D], num_accepted, num_committed [B] i64 of a verdict that lengths [S] i64 (by request slot) have already; slots [B] i64, tables
+    [G,B,M] i32. What was not accepted stays where it is: source and target are root + depth.
+    """
+    moves: tuple[Tensor, Tensor] = _COMPACTION_SLOTS(path, num_accepted, num_committed, lengths, slots, tables, block_size)
+    return moves
+
+
+def gather_pairs(
+    said: Tensor, along: Tensor, committed: Tensor, num_committed: Tensor, path: Tensor, taps: Tensor, roots: Tensor, columns: Tensor | None
+) -> None:
+    """The pairs of a verdict over b sequences into the inputs of a recording of B, filled up with copies of the first.
+
+    said [B,most+1] i64 gets committed [b,D+1], zeros, and num_committed [b] in its last column; along [B,most,C] gets, of taps [T,any],
+    the columns [C] i64 (None = all) of the rows roots [b] and roots + path [b,D]; what lies behind stays. D + 1 <= most.
+    """
+    _GATHER_PAIRS(said, along, committed, num_committed, path, taps, roots, columns)
+
+
+def pad_batch(own: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:
+    """The fields of a batch of T rows of B sequences into those of a recorded pass of as many or more.
+
+    Both: input_ids, positions, tree_mask [T] i64, slot_mapping [G,T] i64, ctx_lens, tree_len [B], cu_query [B+1], block_tables [G,B,M] i32
+    and, for a draft head, first_key [B] i32. Rows beyond write nothing and belong to nobody; what else was there stays.
+    """
+    _PAD_BATCH(own, given)
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

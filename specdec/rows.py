@@ -41,7 +41,7 @@ class RowInfo:
         if self.root_only:
             return self.seq
         if self.uniform is not None:
-            return torch.arange(0, self.num_rows, self.uniform, device=self.device)
+            return constant(tuple(range(0, self.num_rows, self.uniform)), self.device)
         counts = np.array(self.counts, dtype=np.int64)
         return send(counts.cumsum() - counts, self.device)
 
@@ -49,16 +49,19 @@ class RowInfo:
     def seq(self) -> Tensor:
         """[R] i64, index into the B sequences."""
         if self.root_only:
-            return torch.arange(len(self.counts), device=self.device)
+            return constant(tuple(range(len(self.counts))), self.device)
         if self.uniform is not None:
-            return torch.arange(self.num_rows, device=self.device) // self.uniform
+            return constant(tuple(row // self.uniform for row in range(self.num_rows)), self.device)
         return send(np.arange(len(self.counts)).repeat(self.counts), self.device)
 
     @cached_property
     def node(self) -> Tensor:
         """[R] i64."""
-        rows = torch.arange(self.num_rows, device=self.device)
-        return torch.zeros_like(rows) if self.root_only else rows - self.starts[self.seq]
+        if self.root_only:
+            return constant((0,) * self.num_rows, self.device)
+        if self.uniform is not None:
+            return constant(tuple(row % self.uniform for row in range(self.num_rows)), self.device)
+        return torch.arange(self.num_rows, device=self.device) - self.starts[self.seq]
 
     @cached_property
     def drafted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,7 +101,11 @@ class RowInfo:
     @cached_property
     def slot(self) -> Tensor:
         """[R] i64, request slot."""
-        return self.slots if self.root_only else self.slots[self.seq]
+        if self.root_only:
+            return self.slots
+        if self.uniform is not None:
+            return constant(tuple(slot for slot in self.request_slots for _ in range(self.uniform)), self.device)
+        return self.slots[self.seq]
 
     @cached_property
     def path_tokens(self) -> Tensor:

@@ -70,15 +70,26 @@ def send_all(arrays: Seq[np.ndarray[Any, Any]], device: torch.device) -> list[Te
     return [_part(arrived, start, array) for start, array in zip(starts, arrays, strict=True)]
 
 
+def send_into(own: Tensor, values: np.ndarray[Any, Any]) -> None:
+    """Overwrites own, which is dense, with an array of its size and dtype: the copy to the device is all there is."""
+    if own.device.type == "cpu":
+        own.copy_(torch.from_numpy(values))
+        return
+    staging, used = _take(values.nbytes, own.device, "there")
+    staging.numpy()[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    own.flatten().view(torch.uint8).copy_(staging, non_blocking=True)
+    used.record()
+
+
 def _part(arrived: Tensor, start: int, array: np.ndarray[Any, Any]) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return arrived[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 @lru_cache(256)
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """[n] i64 on `device`, sent when these are first asked for. Not to be written to."""
-    return send(np.array(values, dtype=np.int64), device)
+def constant(values: tuple[int, ...], device: torch.device, dtype: type[np.signedinteger[Any]] = np.int64) -> Tensor:
+    """[n], i64 or i32, on `device`, sent when these are first asked for. Not to be written to."""
+    return send(np.array(values, dtype=dtype), device)
 
 
 class Fetch:

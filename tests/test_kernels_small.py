@@ -20,6 +20,7 @@ SMALL = (
     *kernels_small.draft_work("cpu", vocab=64, hidden=32),
     *kernels_small.cache_work("cpu", layers=2, kv=2, hd=16, hidden=64),
     *kernels_small.walk_work("cpu"),
+    *kernels_small.layout_work("cpu", width=64, blocks=8),
 )
 
 
@@ -42,7 +43,7 @@ def test_every_line_is_a_call_of_its_op_and_counts_no_bytes_that_are_not_there(w
 def _numbers(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
     """Tensors of more than one number among the arguments and in lists of them."""
     for value in args:
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             yield from _numbers(tuple(value))
         elif isinstance(value, torch.Tensor) and value.numel() > 1:
             yield value

@@ -26,6 +26,10 @@ case $op in
   draft_topk) own='_race|_merge' ;;
   tree_build) own=_build ;;
   tree_walk) own=_walk ;;
+  tree_layout) own=_layout ;;
+  compaction_slots) own=_compact ;;
+  pad_batch) own='_pad$' ;;
+  gather_pairs) own=_gather ;;
   *) echo "ncu.sh: no benchmark runs a GPU kernel of the op '$op'" >&2; exit 1 ;;
 esac
 ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu /opt/nvidia/nsight-compute/*/ncu 2>/dev/null | tail -1)

@@ -17,10 +17,14 @@ def _keys(rows: int, depths: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _case(name: str, logits: Tensor, noisy: Tensor | None, *, depths: int = 3, lse: bool = False) -> Case:
+    """Every row has a request slot of its own, the first row the last of them. noisy: by row."""
     rows = logits.shape[0]
-    temperature = torch.linspace(0.3, 1.7, max(rows, 1))[:rows]
-    row_args = (0, 1, 2, 3, 4) if noisy is None else (0, 1, 2, 3, 4, 5)
-    return Case(name, (logits, temperature, *_keys(rows, depths), noisy, 0), {"lse": lse}, row_args)
+    seeds, positions, choices = _keys(rows, depths)
+    depth = torch.arange(rows) % 2
+    table = torch.linspace(0.3, 1.7, max(rows, 1))[:rows], seeds, positions - depth, choices, noisy
+    slots = torch.arange(rows).flip(0)
+    tables = (None if values is None else torch.cat((values.flip(0), values[:1])) for values in table)  # one slot that nobody has
+    return Case(name, (logits, slots, depth, *tables, 0), {"lse": lse}, (0, 1, 2))
 
 
 def _cases() -> Iterator[Case]:

@@ -12,9 +12,11 @@ from specdec.kernels.noise import reference as noise
 
 def coupled_verify(
     logits: Tensor,
+    slots: Tensor,
+    depths: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
     choices: Tensor,
     noisy: Tensor | None,
     purpose: int,
@@ -24,11 +26,15 @@ def coupled_verify(
 ) -> tuple[Tensor, Tensor | None]:
     """(`gumbel_argmax` of logits / temperature [R] i64, log-sum-exp of the logits [R] f32 where asked for).
 
-    logits [R, V] f32, NaN counts as -inf; temperature [R] f32 > 0; the rest as in `gumbel_argmax`, noisy None = nowhere. argmax: a backend
-    of that op; over the compiled one this is the compiled op.
+    logits [R, V] f32, NaN counts as -inf; slots, depths [R] i64; the tables [S] by request slot: temperature f32 > 0, the rest as in
+    `gumbel_argmax` of the position lengths + depth, noisy None = nowhere. argmax: a backend of that op; over the compiled one this is the
+    compiled op.
     """
-    if noisy is None:
-        noisy = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-    scores = logits if bool((temperature == 1.0).all()) else logits / temperature[:, None]
-    token = argmax(scores, seeds, positions, choices, noisy, purpose)
+    own = temperature[slots]
+    scores = logits if bool((own == 1.0).all()) else logits / own[:, None]
+    if noisy is None:  # nobody's key is read
+        keys: tuple[Tensor, ...] = (slots, slots, slots, torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device))
+    else:
+        keys = seeds[slots], lengths[slots] + depths, choices[slots], noisy[slots]
+    token = argmax(scores, *keys, purpose)
     return token, logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1) if lse else None

@@ -11,6 +11,8 @@ Rows that share (seed, position, choice), the nodes of one depth of a tree, shar
 neighbours when the rows of a window are sorted by a hash of that key, and makes noise where the key changes. The logits of the next two
 rows are on their way while a row is worked on. Words cost 10 multiplications and as many xors for each id when made for 4 ids at a time.
 
+Keys and temperatures lie by request slot; a row names its slot and its depth, so no launch gathers them first.
+
 Scratch: eight bytes per row and tile, sixteen with the log-sum-exp.
 """
 
@@ -53,9 +55,11 @@ def _shape(rows: int, vocab: int, noise: bool, lse: bool) -> tuple[int, int]:
 
 def coupled_verify(
     logits: Tensor,
+    slots: Tensor,
+    depths: Tensor,
     temperature: Tensor,
     seeds: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
     choices: Tensor,
     noisy: Tensor | None,
     purpose: int,
@@ -74,7 +78,7 @@ def coupled_verify(
     tiles, chunks = triton.cdiv(vocab, tile), triton.cdiv(rows, members)
     scratch = torch.empty(3 if lse else 1, rows, tiles, dtype=torch.float32, device=device)
     ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
-    keys = [t.contiguous() for t in (temperature, seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
+    keys = slots.contiguous(), depths.contiguous(), temperature, seeds, lengths, choices, seeds if noisy is None else noisy
     _verify[(tiles, chunks)](
         logits, *keys, scratch, ids, zeroed(chunks, device), token, token if mass is None else mass,
         purpose, vocab, rows, logits.stride(0),
@@ -108,16 +112,25 @@ def _within(top, exact):
 
 
 @triton.jit
-def _members(seeds, positions, choices, start, rows, NOISE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr):
+def _key(slots, depths, seeds, lengths, choices, row, mask=None):
+    """(seed, position, choice) of rows: a row's request slot has its seed, its choice and its length, its node the depth below that."""
+    other = None if mask is None else 0
+    slot = tl.load(slots + row, mask=mask, other=other)
+    position = tl.load(lengths + slot, mask=mask, other=other) + tl.load(depths + row, mask=mask, other=other)
+    return tl.load(seeds + slot, mask=mask, other=other), position, tl.load(choices + slot, mask=mask, other=other)
+
+
+@triton.jit
+def _members(slots, depths, seeds, lengths, choices, start, rows, NOISE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr):
     """Rows [MEMBERS] of a program: of places start … of its window's rows sorted by a hash of their keys, those past the end last."""
     if not NOISE or MEMBERS == 1:
         return start + tl.arange(0, MEMBERS)
     else:
         row = start // WINDOW * WINDOW + tl.arange(0, WINDOW)
         inside = row < rows
-        seed = tl.load(seeds + row, mask=inside, other=0)
-        mixed = tl.load(positions + row, mask=inside, other=0).to(tl.uint32) * 0x9E3779B1
-        mixed += tl.load(choices + row, mask=inside, other=0).to(tl.uint32) * 0x85EBCA77
+        seed, position, choice = _key(slots, depths, seeds, lengths, choices, row, inside)
+        mixed = position.to(tl.uint32) * 0x9E3779B1
+        mixed += choice.to(tl.uint32) * 0x85EBCA77
         mixed += seed.to(tl.uint32) * 0xC2B2AE3D + (seed >> 32).to(tl.uint32) * 0xA7D4EB2F
         code = tl.where(inside, (mixed >> 8).to(tl.int32), 1 << 24) * WINDOW + tl.arange(0, WINDOW)
         # A sum that changes nothing: Triton repeats any other way to the codes in every layout that it wants them in, 99 loads a thread.
@@ -135,9 +148,9 @@ def _pick(values, index):
 
 @triton.jit(do_not_specialize=["purpose", "rows"])
 def _verify(
-    logits, temperatures, seeds, positions, choices, noisy, scratch, ids, counters, tokens, masses, purpose, vocab, rows, logits_row,
-    NOISE: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
-    EXACT: tl.constexpr,
+    logits, slots, depths, temperatures, seeds, lengths, choices, noisy, scratch, ids, counters, tokens, masses, purpose, vocab, rows,
+    logits_row, NOISE: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr,
+    TILES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, chunks of MEMBERS rows). Per row and tile: scratch [1 or 3, R, tiles]: best rough sum; largest logit, sum of
     exponentials above it. ids: the one that has the best sum, the lowest of equals; -1 where several may have it."""
@@ -145,7 +158,7 @@ def _verify(
     start = tl.program_id(1) * MEMBERS
     first = tile * TILE
     column = first + tl.arange(0, TILE)
-    members = _members(seeds, positions, choices, start, rows, NOISE, MEMBERS, WINDOW)
+    members = _members(slots, depths, seeds, lengths, choices, start, rows, NOISE, MEMBERS, WINDOW)
     plane = rows.to(tl.int64) * tiles
     noise = tl.zeros([TILE], tl.float32)
     made = False
@@ -163,11 +176,12 @@ def _verify(
         if i + 2 < count:
             then = _pick(members, i + 2)
             beyond = _logits_of(logits, then, column, vocab, logits_row)
-        temperature = tl.load(temperatures + row)
+        slot = tl.load(slots + row)
+        temperature = tl.load(temperatures + slot)
         exact = temperature == 1.0  # and no noise
         if NOISE:
-            mine = tl.load(noisy + row) != 0
-            seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
+            mine = tl.load(noisy + slot) != 0
+            seed, position, choice = _key(slots, depths, seeds, lengths, choices, row)
             exact = exact & (mine == 0)
             if mine:
                 if not (made & (seed == seed_made) & (position == position_made) & (choice == choice_made)):
@@ -190,7 +204,7 @@ def _verify(
         if LSE:
             _sum_up(scratch + plane, masses, members, start, count, tiles, plane, TILES)
         _settle(
-            logits, temperatures, seeds, positions, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
+            logits, slots, depths, temperatures, seeds, lengths, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
             members, start, count, tiles, NOISE, TILE, MEMBERS, TILES, EXACT,
         )  # fmt: skip
 
@@ -242,7 +256,7 @@ def _sum_up(peaks, masses, members, start, count, tiles, plane, TILES: tl.conste
 
 @triton.jit
 def _settle(
-    logits, temperatures, seeds, positions, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
+    logits, slots, depths, temperatures, seeds, lengths, choices, noisy, scratch, ids, tokens, purpose, vocab, logits_row,
     members, start, count, tiles,
     NOISE: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr, TILES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -252,9 +266,10 @@ def _settle(
     own = (start + member).to(tl.int64)[:, None] * tiles + slot[None, :]
     rough = tl.load(scratch + own, mask=there, other=float("-inf"), cache_modifier=".cg")
     found = tl.load(ids + own, mask=there, other=0, cache_modifier=".cg")
-    exact = tl.load(temperatures + members, mask=member < count, other=1.0) == 1.0
+    whose = tl.load(slots + members, mask=member < count, other=0)
+    exact = tl.load(temperatures + whose, mask=member < count, other=1.0) == 1.0
     if NOISE:
-        exact = exact & (tl.load(noisy + members, mask=member < count, other=0) == 0)
+        exact = exact & (tl.load(noisy + whose, mask=member < count, other=0) == 0)
     top = tl.max(rough, 1)
     may = (rough >= _within(top, exact)[:, None]) & (rough > float("-inf"))
     lowest = tl.min(tl.where(may, slot[None, :], TILES), 1)
@@ -267,24 +282,25 @@ def _settle(
             if _pick(doubt, i) != 0:
                 row = _pick(members, i)
                 _settle_exactly(
-                    logits + row.to(tl.int64) * logits_row, temperatures, seeds, positions, choices, noisy,
+                    logits + row.to(tl.int64) * logits_row, slots, depths, temperatures, seeds, lengths, choices, noisy,
                     scratch + (start + i).to(tl.int64) * tiles, tokens, purpose, vocab, row, tiles, NOISE, TILE, TILES, EXACT,
                 )  # fmt: skip
 
 
 @triton.jit
 def _settle_exactly(
-    own_logits, temperatures, seeds, positions, choices, noisy, own_scratch, tokens, purpose, vocab, row, tiles,
+    own_logits, slots, depths, temperatures, seeds, lengths, choices, noisy, own_scratch, tokens, purpose, vocab, row, tiles,
     NOISE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The exact sums of the tiles that may hold the best, in rising order, so that the lowest id wins ties."""
     slot = tl.arange(0, TILES)
     rough = tl.load(own_scratch + slot, mask=slot < tiles, other=float("-inf"), cache_modifier=".cg")
     may = (rough >= _within(tl.max(rough, 0), False)) & (rough > float("-inf"))
-    temperature = tl.load(temperatures + row)
+    whose = tl.load(slots + row)
+    temperature = tl.load(temperatures + whose)
     with_noise = False
     if NOISE:
-        with_noise = tl.load(noisy + row) != 0
+        with_noise = tl.load(noisy + whose) != 0
     best = tl.full([], float("-inf"), tl.float32)
     index = tl.full([], 0, tl.int32)
     at = tl.min(tl.where(may, slot, TILES), 0)
@@ -295,7 +311,7 @@ def _settle_exactly(
             x = tl.where(x == x, x, float("-inf"))
             score = tl.div_rn(x, tl.zeros_like(x) + temperature)
             if with_noise:
-                seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
+                seed, position, choice = _key(slots, depths, seeds, lengths, choices, row)
                 score += gumbel(_tile_words(first, seed, position, choice, purpose, EXACT))
             most = tl.max(score, 0)
             if most > best:

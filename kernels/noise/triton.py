@@ -98,6 +98,21 @@ def gumbel(word):
 
 
 @triton.jit
+def named_word(ids, seed, position, choice, purpose):
+    """The word of each id [n] i64; the others are scalars."""
+    w0, w1, w2, w3 = words((ids >> 2).to(tl.uint32), seed, position, choice, purpose)
+    lane = ids & 3
+    return tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+
+
+@triton.jit
+def uniform(word):
+    """u of a uint32 word rounded to float32, never 1."""
+    u = ((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
+    return tl.minimum(u, 0.999999940395355224609375)  # the largest float32 below 1
+
+
+@triton.jit
 def log2(x):
     """Of a normal number by the hardware, good to 2**-22: absolute between a half and two, elsewhere relative."""
     if INTERPRET:
@@ -127,14 +142,8 @@ def _named_draws(out, seeds, positions, choices, ids, purpose, width, ids_row, G
     mask = column < width
     token = tl.load(ids + row.to(tl.int64) * ids_row + column, mask=mask, other=0)
     seed, position, choice = tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row)
-    w0, w1, w2, w3 = words((token >> 2).to(tl.uint32), seed, position, choice, purpose)
-    lane = token & 3
-    word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
-    if GUMBEL:
-        value = gumbel(word)
-    else:
-        u = ((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
-        value = tl.minimum(u, 0.999999940395355224609375)  # the largest float32 below 1
+    word = named_word(token, seed, position, choice, purpose)
+    value = gumbel(word) if GUMBEL else uniform(word)
     tl.store(out + row.to(tl.int64) * width + column, value, mask=mask)
 
 

@@ -7,10 +7,13 @@ pointer doubling find them for all trees at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specdec.kernels.noise.reference import philox_uniform
 
 if TYPE_CHECKING:
     from specdec.rows import RowInfo
@@ -22,8 +25,12 @@ Walked = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """The tensors of a `specdec.types.Verdict`, in its order."""
 
 
-def tree_walk(following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState) -> Walked:
+def tree_walk(
+    following: Tensor, agrees: Tensor | None, rows: RowInfo, sampling: SamplingState, rates: Tensor | None = None, purpose: int = 0
+) -> Walked:
     """Shapes and meaning in `specdec.ops.tree_walk`."""
+    if rates is not None:
+        agrees = forced(rows, sampling, rates, purpose)
     taken = taken_rows(agreement(following, rows) if agrees is None else agrees, rows)
     return settle(taken, following[taken.last], rows, sampling)
 
@@ -33,6 +40,16 @@ def agreement(chosen: Tensor, rows: RowInfo) -> Tensor:
     if rows.root_only:
         return torch.ones(rows.num_rows, dtype=torch.bool, device=rows.device)
     return (rows.node == 0) | (chosen[rows.parent] == rows.token)
+
+
+def forced(rows: RowInfo, sampling: SamplingState, rates: Tensor, purpose: int, uniform: Callable[..., Tensor] = philox_uniform) -> Tensor:
+    """[R] bool: first children (the best path) accepted at these rates, given that their parent is; True for roots. rates [K] f64 by depth,
+    the last one beyond. What fills up a tree on the device, with token -1, is none of its nodes. uniform: a backend of that op."""
+    rate = rates[rows.depth.clamp(max=len(rates) - 1)]
+    slot = rows.slot
+    coins = uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], purpose)
+    first = torch.full_like(rows.node, rows.num_rows).scatter_reduce(0, rows.parent, torch.where(rows.node > 0, rows.node, 64), "amin")
+    return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate) & (rows.token >= 0))
 
 
 class Taken(NamedTuple):

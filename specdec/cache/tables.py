@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specdec.cache.pool import NULL_BLOCK, BlockPool
 from specdec.cache.prefix import Reuse, first_visible
 from specdec.cache.sizing import blocks_for
 from specdec.config import MAX_NODES
 from specdec.errors import OutOfBlocks
+from specdec.kernels.tree_layout.reference import device_slots as device_slots
 from specdec.types import KVGroup
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ def flat_slots(tables: np.ndarray, request_slots: Seq[int] | np.ndarray, cells: 
     slots = np.ascontiguousarray(tables[:, np.asarray(request_slots, dtype=np.int64), block], dtype=np.int64) * block_size + offset
     slots[:, places < 0] = -1
     return slots
-
-
-def device_slots(tables: Tensor, cells: Tensor, block_size: int, inside: Tensor | None = None) -> Tensor:
-    """`flat_slots` on a device: [G, B, n] i64 of cells [B, n] i64 of sequences with tables [G, B, M] i32; -1 where not inside."""
-    block = (cells // block_size).expand(len(tables), *cells.shape)
-    slots = tables.gather(2, block).long() * block_size + cells % block_size
-    return slots if inside is None else torch.where(inside, slots, -1)
 
 
 class BlockTables:

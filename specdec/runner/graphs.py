@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec import ops
+from specdec.kernels.pad_batch.reference import zeroed
 from specdec.types import Batch
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # 32 sequences of 6 or 8 rows: chains of heads at batch 32
@@ -48,46 +50,30 @@ class Inputs:
     """The batch (and features) that a graph reads, at fixed addresses, for up to `rows` rows of `sequences` sequences."""
 
     def __init__(self, rows: int, sequences: int, widths: Widths, device: torch.device):
-        groups, blocks = widths.tables
-        longs = torch.zeros((3 + groups, rows), dtype=torch.int64, device=device)
-        lengths = torch.zeros((3, sequences), dtype=torch.int32, device=device)
-        longs[3:] = -1
         drafts = widths.features is not None
+        self._fields = zeroed(rows, sequences, *widths.tables, device, first_key=drafts)
+        ids, positions, words, slots, contexts, trees, ends, tables, *first = self._fields
         self.features = torch.zeros((rows, widths.features or 0), dtype=widths.dtype, device=device) if drafts else None
         self.batch = Batch(
-            input_ids=longs[0],
-            positions=longs[1],
-            cu_query=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
-            ctx_lens=lengths[0],
-            tree_len=lengths[1],
-            tree_mask=longs[2],
-            block_tables=torch.zeros((groups, sequences, blocks), dtype=torch.int32, device=device),
-            slot_mapping=longs[3:],
+            input_ids=ids,
+            positions=positions,
+            cu_query=ends,
+            ctx_lens=contexts,
+            tree_len=trees,
+            tree_mask=words,
+            block_tables=tables,
+            slot_mapping=slots,
             logit_rows=torch.arange(rows, device=device),
-            first_key=lengths[2] if drafts else None,
+            first_key=first[0] if first else None,
         )
 
     def fill(self, batch: Batch, features: Tensor | None) -> None:
         """Copies in. What is left of a batch before it is harmless: no sequence has those rows or reads those tables."""
-        own, rows, sequences = self.batch, len(batch.input_ids), len(batch.ctx_lens)
-        fields = ((own.input_ids, batch.input_ids), (own.positions, batch.positions), (own.tree_mask, batch.tree_mask))
-        _copy_all([*fields, *zip(own.slot_mapping, batch.slot_mapping, strict=True)])
-        lengths = [(own.ctx_lens, batch.ctx_lens), (own.tree_len, batch.tree_len), (own.cu_query, batch.cu_query)]
-        if own.first_key is not None and batch.first_key is not None:
-            lengths.append((own.first_key, batch.first_key))
-        _copy_all(lengths)
-        own.block_tables[:, :sequences, : batch.block_tables.shape[2]].copy_(batch.block_tables)
-        if rows < len(own.input_ids):
-            own.slot_mapping[:, rows:].fill_(-1)
-        if sequences < len(own.ctx_lens):
-            own.cu_query[sequences + 1 :].fill_(rows)
+        rows = batch.input_ids, batch.positions, batch.tree_mask, batch.slot_mapping
+        first = () if batch.first_key is None or self.features is None else (batch.first_key,)
+        ops.pad_batch(self._fields, (*rows, batch.ctx_lens, batch.tree_len, batch.cu_query, batch.block_tables, *first))
         if self.features is not None and features is not None:
-            self.features[:rows].copy_(features)
-
-
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Into each first tensor as much as the second has: one launch for all, which have one dtype."""
-    torch._foreach_copy_([own[: len(values)] for own, values in pairs], [values for _, values in pairs])
+            self.features[: len(features)].copy_(features)
 
 
 class Passes:

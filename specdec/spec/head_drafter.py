@@ -21,7 +21,7 @@ from specdec.spec.head_progress import Pick
 from specdec.spec.limits import uses
 from specdec.spec.tree import root_only, tree_from_lists
 from specdec.spec.trie import DEPTH_BUCKETS, Calibration, depth_bucket
-from specdec.transfer import send
+from specdec.transfer import send_into
 from specdec.types import DraftTree, Forward, Scheduled, StepPlan, Verdict
 
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ class Scores:
     def table(self) -> Tensor:
         """[cells] f32, calibrated rate by cell, always in the same place."""
         if not self._current:
-            rates = send(np.asarray(self._calibration.rates, dtype=np.float32), self._device)
-            self._table = rates.clone() if self._table is None else self._table.copy_(rates)
+            rates = np.asarray(self._calibration.rates, dtype=np.float32)
+            if self._table is None:
+                self._table = torch.empty(len(rates), device=self._device)
+            send_into(self._table, rates)
             self._current = True
         assert self._table is not None
         return self._table
@@ -240,12 +242,9 @@ class HeadDrafter(ABC):
         budget. taps: of all rows of its pass; roots [B] i64: those of the roots."""
         assert self._recorded is not None
         self._settle()
-        committed, num_committed, path = said
-        rows = roots[:, None] + torch.nn.functional.pad(path, (1, 0))
-        along = self._runner.own(taps[rows])
         depth = self._depth(shares[0].budget.depth)
         self._runner.ahead = {share.seq for share in shares}
-        return self._recorded.follow(shares, depth, sampling, (committed, num_committed, along))
+        return self._recorded.follow(shares, depth, sampling, (*said, taps, roots))
 
     def drew(self, seq: Sequence, draft: HostDraft) -> None:
         """What `follow` drafted for the sequence, now that it is known here."""

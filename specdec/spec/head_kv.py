@@ -61,7 +61,7 @@ class HeadRunner:
         self._group, self.block_size = group, companion.block_size
         self._progress: dict[Sequence, Progress] = {}
         self.rows = HeadRows(tables.numpy()[group], companion.block_size, self._progress)
-        self._wants, self._columns = wants, columns
+        self._wants, self.columns = wants, columns
         self.blocks = tables.shape[2]  # of the longest sequence
         widths = Widths((1, self.blocks), head.config.hidden_size, head.dtype)
         self._passes = Passes(self._recordable, widths, head.device, recorder()) if recorder is not None else None
@@ -70,7 +70,7 @@ class HeadRunner:
 
     def read_taps(self, columns: Tensor | None) -> None:
         """From now on the head's taps are these columns of `Forward.taps`; None = all."""
-        self._columns = columns
+        self.columns = columns
 
     # -- what the target's passes bring -------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class HeadRunner:
 
     def own(self, taps: Tensor) -> Tensor:
         """Of the target's taps the columns of the head."""
-        return taps if self._columns is None else taps[..., self._columns]
+        return taps if self.columns is None else taps[..., self.columns]
 
     def _committed_rows(self, plan: StepPlan, tree: DraftTree, verdict: Verdict) -> tuple[list[tuple[Sequence, bool, int]], list[int]]:
         """(sequence, was it a prefill chunk, committed positions) and the rows of the batch that computed them, in order."""

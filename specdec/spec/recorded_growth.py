@@ -104,7 +104,7 @@ class RecordedDrafts:
         states = self._runner.extend([s.seq for s in shares], [masks] * len(shares))
         return host_drafts(arrival(self._run(shares, depth, sampling, states).told)())
 
-    def follow(self, shares: list[Scheduled], depth: int, sampling: SamplingState, accepted: tuple[Tensor, Tensor, Tensor]) -> Grown:
+    def follow(self, shares: list[Scheduled], depth: int, sampling: SamplingState, accepted: tuple[Tensor, ...]) -> Grown:
         """The same behind a verdict in flight, all of whose tokens are run first. accepted: see `Accepted.fill`."""
         return self._run(shares, depth, sampling, accepted, follows=True)
 

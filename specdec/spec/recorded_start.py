@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec import ops
 from specdec.cache.tables import device_slots
 from specdec.spec.beam import BeamRows
 from specdec.transfer import send
@@ -109,11 +110,10 @@ class Accepted:
         self._said = torch.ones((size, most + 1), dtype=torch.int64, device=head.device)  # the tokens, and how many there are
         self._taps = torch.zeros((size, most, head.config.tap_size), dtype=head.dtype, device=head.device)
 
-    def fill(self, committed: Tensor, num_committed: Tensor, taps: Tensor) -> None:
-        """Of b sequences: committed [b, D + 1], num_committed [b], taps [b, D + 1, taps * H] along the paths; D + 1 <= most."""
-        room = self._most - committed.shape[1]
-        padded_copy(self._said, torch.cat((torch.nn.functional.pad(committed, (0, room)), num_committed[:, None]), dim=1))
-        padded_copy(self._taps[:, : taps.shape[1]], taps)
+    def fill(self, committed: Tensor, num_committed: Tensor, path: Tensor, taps: Tensor, roots: Tensor) -> None:
+        """Of b sequences: committed [b, D + 1], num_committed [b], path [b, D]; D + 1 <= most. taps: of all rows of the target's pass;
+        roots [b]: those of the roots."""
+        ops.gather_pairs(self._said, self._taps, committed, num_committed, path, taps, roots, self._runner.columns)
 
     def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
         """As of `Given`."""

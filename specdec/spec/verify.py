@@ -56,6 +56,7 @@ class Verifier:
             raise ConfigError("verify='synthetic' needs synthetic_acceptance", param="synthetic_acceptance")
         self.mode = mode
         self.rates = tuple(synthetic_acceptance)
+        self._rates: Tensor | None = None  # see `_conditional`
 
     def verify(
         self,
@@ -67,24 +68,22 @@ class Verifier:
     ) -> Verdict:
         """Verdict over the B trees of `shares`. logits [R, V] f32, one row per node; token_mask [R, V] bool, True = allowed."""
         rows = RowInfo(tree, [share.seq.request_slot for share in shares], logits.device)
-        if self.mode == "coupled" and token_mask is None and self._only_temperature(shares, sampling):
-            keys: tuple[Tensor, Tensor, Tensor, Tensor | None] = (rows.slot, rows.slot, rows.slot, None)  # that nobody reads
-            if sampling.samples(rows.request_slots):
-                keys = sampling.noise(rows)
-            following, _ = ops.coupled_verify(logits, sampling.temperature[rows.slot], *keys, rng.TARGET)
-            return Verdict(*ops.tree_walk(following, None, rows, sampling))
+        rates = self._conditional(logits.device) if self.mode == "synthetic" else None
+        if self.mode in ("coupled", "synthetic") and token_mask is None and self._only_temperature(shares, sampling):
+            keys = sampling.seed, sampling.length, sampling.choice, sampling.noisy if sampling.samples(rows.request_slots) else None
+            following, _ = ops.coupled_verify(logits, rows.slot, rows.depth, sampling.temperature, *keys, rng.TARGET)
+            return Verdict(*ops.tree_walk(following, None, rows, sampling, rates, rng.SYNTH))
         scores = sampling.process(logits, rows, token_mask)
         stuck = sampling.stuck(scores, rows, token_mask)
         if stuck is not None:  # whatever law such a row gets, nothing of it is emitted
             scores = scores.masked_fill(stuck[:, None], 0.0)
         if self.mode in ("coupled", "synthetic"):
-            following = choose(scores, rows, sampling)
-            agrees = self._forced(rows, sampling) if self.mode == "synthetic" else None
+            following, agrees = choose(scores, rows, sampling), None
         else:
             walk = rejection.block if self.mode == "block" else rejection.rejection
             agrees, final = walk(scores, rows, sampling)
             following = final[rows.seq]
-        verdict = Verdict(*ops.tree_walk(following, agrees, rows, sampling))
+        verdict = Verdict(*ops.tree_walk(following, agrees, rows, sampling, rates, rng.SYNTH))
         verdict = verdict if stuck is None else cut(verdict, stuck)
         logprobs = token_logprobs(logits, scores, verdict, [share.seq.params for share in shares])
         return verdict if logprobs is None else replace(verdict, logprobs=logprobs)
@@ -95,16 +94,12 @@ class Verifier:
         silent = all(share.seq.params.logprobs is None for share in shares)
         return silent and all(sampling.only_temperature(share.seq.request_slot) for share in shares)
 
-    def _forced(self, rows: RowInfo, sampling: SamplingState) -> Tensor:
-        """[R] bool: first children (the best path) accepted at the configured rates, given that their parent is."""
-        conditional = [b / a if a > 0 else 0.0 for a, b in zip((1.0, *self.rates), self.rates, strict=False)]
-        table = send(np.array([1.0, *conditional, 0.0]), rows.device)
-        rate = table[rows.depth.clamp(max=len(table) - 1)]
-        slot = rows.slot
-        coins = ops.philox_uniform(sampling.seed[slot], sampling.length[slot], sampling.choice[slot], rows.depth[:, None], rng.SYNTH)
-        first = torch.full_like(rows.node, rows.num_rows).scatter_reduce(0, rows.parent, torch.where(rows.node > 0, rows.node, 64), "amin")
-        real = rows.token >= 0  # what fills up a tree on the device is none of its nodes
-        return (rows.node == 0) | ((first[rows.parent] == rows.node) & (coins[:, 0] < rate) & real)
+    def _conditional(self, device: torch.device) -> Tensor:
+        """[K] f64: by depth the rate at which a first child is accepted, given that its parent is; 0 beyond. The same tensor every time."""
+        if self._rates is None or self._rates.device != device:
+            conditional = [b / a if a > 0 else 0.0 for a, b in zip((1.0, *self.rates), self.rates, strict=False)]
+            self._rates = send(np.array([1.0, *conditional, 0.0]), device)
+        return self._rates
 
 
 def cut(verdict: Verdict, stuck: Tensor) -> Verdict:

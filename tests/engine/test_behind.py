@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec import boot
+from specdec import boot, ops
 from specdec.behind import Wait
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
@@ -154,6 +155,26 @@ def test_synthetic_acceptance(method: str, shape: Any) -> None:
     assert all(output.metrics.acceptance_length > 2 for output in found.values())
 
 
+@pytest.mark.skipif(ops.WHY_NO_TRITON is not None or torch.cuda.is_available(), reason="interpreted")
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_by_the_kernels_of_a_card(synthetic: bool) -> None:
+    """What is around the passes, by the kernels of a card, interpreted: the same tokens as by the references."""
+    forced = {"verify": "synthetic", "synthetic_acceptance": (0.9, 0.7, 0.5)} if synthetic else {}
+    spec = heads.tree("eagle3", depth=3, **forced)
+    asked = {name: (ids, replace(params, max_tokens=9)) for name, (ids, params) in requests(3, 0.9).items()}
+    found = [run(pair(spec)[1], asked)]
+    with ExitStack() as stack:
+        for op in ("coupled_verify", "tree_walk", "tree_layout", "compaction_slots", "pad_batch", "gather_pairs"):
+            stack.enter_context(ops.override(op, "triton"))
+        target = pair(spec)[1]
+        counts = followed(target)
+        found.append(run(target, asked))
+    assert counts
+    for name in asked:
+        assert found[1][name].outputs[0].token_ids == found[0][name].outputs[0].token_ids
+        assert found[1][name].metrics.accepted == found[0][name].metrics.accepted
+
+
 def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
     target = pair(heads.tree("eagle3"), kind="two_groups")[1]
     for i in range(3):
@@ -164,14 +185,15 @@ def test_trees_are_laid_out_on_the_device_as_on_the_host() -> None:
     target.scheduler.extend({share.seq: len(share.seq.tokens) + 8 for share in shares})
     tree = tree_from_lists([([7, 8, 9, 10], [-1, 0, 0, 2], None), ([5, 6, 7, 8], [-1, 0, 1, 2], None), ([1, 2, 3, 4], [-1, 0, 0, 0], None)])
     host = target.builder.build(StepPlan(tuple(shares)), tree)
-    _, tables = target.builder.tables_of([share.seq for share in shares])
-    newest = torch.tensor([share.seq.num_computed for share in shares])
-    found = target.builder.trees(tree, tree.num_nodes, ancestor_words(tree), newest, tables)
+    slots, tables = target.builder.tables_of([share.seq for share in shares])
+    words, lengths = ancestor_words(tree), target.sampling.length.clone()
+    lengths[slots] = torch.tensor([share.seq.num_computed + 1 for share in shares])
+    found = target.builder.trees(tree, tree.num_nodes, words, lengths, slots, tables)
     for name in ("input_ids", "positions", "cu_query", "ctx_lens", "tree_len", "tree_mask", "slot_mapping", "logit_rows"):
         assert torch.equal(getattr(found, name), getattr(host, name)), name
     blocks = host.block_tables.shape[2]
     assert torch.equal(found.block_tables[:, :, :blocks], host.block_tables)
-    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), ancestor_words(tree), newest, tables)
+    fewer = target.builder.trees(tree, torch.tensor([4, 2, 1]), words, lengths, slots, tables)
     assert (fewer.slot_mapping < 0).tolist() == [[False] * 6 + [True] * 2 + [False] + [True] * 3] * 2
 
 

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from specdec.kernels.cases import CASES
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
@@ -110,15 +111,19 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "norm_rope_write_kv", (qkv, head, head, 1e-6, slots, angles, angles, *caches, slots)
     pool = torch.zeros(5, 710, dtype=torch.int64)
     yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
-    yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64)
+    for op in ("tree_layout", "compaction_slots", "pad_batch", "gather_pairs"):
+        for case in CASES[op]():
+            yield op, case.args
+    for forced in (False, True):
+        yield "tree_walk", next(c.args for c in walk_cases() if c.args[2].tree.tokens.shape[1] == 64 and (len(c.args) > 4) == forced)
 
 
 def verify_calls() -> Iterator[tuple[tuple[Any, ...], bool]]:
     """Arguments of coupled_verify and whether it also sums up the logits: few rows and many, with and without noise."""
     for rows, sampled, lse in product((5, 64), (True, False), (False, True)):
-        keys = torch.zeros(3, rows, dtype=torch.int64)
-        noisy = torch.ones(rows, dtype=torch.bool) if sampled else None
-        yield (torch.zeros(rows, 128256), torch.ones(rows), *keys, noisy, 0), lse
+        slots, depths = torch.zeros(2, rows, dtype=torch.int64)
+        noisy = torch.ones(1, dtype=torch.bool) if sampled else None
+        yield (torch.zeros(rows, 128256), slots, depths, torch.ones(1), *slots[:3, None], noisy, 0), lse
 
 
 def moe_calls() -> Iterator[tuple[Any, ...]]:

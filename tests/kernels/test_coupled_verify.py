@@ -55,7 +55,8 @@ def test_many_tiles_of_a_tree_equal_the_full_argmax(monkeypatch: pytest.MonkeyPa
     rows, vocab = 7, 700
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * scale
     index = torch.arange(rows)
-    args = (logits, torch.full((rows,), 0.7), index * 0 + 5, index % 3, index * 0, index != 4, 0)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    args = (logits, (index == 4).long(), index % 3, torch.full((2,), 0.7), zeros + 5, zeros, zeros, zeros == torch.tensor([0, 1]), 0)
     token, _ = kernel.coupled_verify(*on(DEVICE, args))
     assert torch.equal(token.cpu(), reference.coupled_verify(*args)[0])
 
@@ -65,5 +66,5 @@ def test_ties_between_tiles_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch)
     logits = torch.zeros(1, 300, device=DEVICE)
     logits[0, [250, 140, 70]] = 1.0
     unused = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    token, _ = kernel.coupled_verify(logits, torch.ones(1, device=DEVICE), unused, unused, unused, None, 0)
+    token, _ = kernel.coupled_verify(logits, unused, unused, torch.ones(1, device=DEVICE), unused, unused, unused, None, 0)
     assert token.tolist() == [70]

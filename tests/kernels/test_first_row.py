@@ -54,16 +54,41 @@ def _first_of(batch: Any) -> Any:
 
 def walk(args: Args) -> Args:
     """The first tree alone."""
-    following, agrees, rows, sampling = args
+    following, agrees, rows, sampling, *forced = args
     tree, count = rows.tree, int(rows.counts[0])
     tokens, parents = (field[0, :count].tolist() for field in (tree.tokens, tree.parents))
     alone = RowInfo(tree_from_lists([(tokens, parents, None)]), rows.request_slots[:1], rows.device)
-    return following[:count], None if agrees is None else agrees[:count], alone, sampling
+    return following[:count], None if agrees is None else agrees[:count], alone, sampling, *forced
 
 
 def moves(args: Args) -> Args:
     k, v, src, dst = args
     return k, v, src[:1], dst[:1]
+
+
+def layout(args: Args) -> Args:
+    """The first tree alone."""
+    tokens, depth, count, lengths, slots, tables, block = args
+    return tokens[:1], depth[:1], count[:1], lengths, slots[:1], tables[:, :1].contiguous(), block
+
+
+def compacted(args: Args) -> Args:
+    """The first path alone."""
+    path, accepted, committed, lengths, slots, tables, block = args
+    return path[:1], accepted[:1], committed[:1], lengths, slots[:1], tables[:, :1].contiguous(), block
+
+
+def pairs(args: Args) -> Args:
+    """The first sequence alone."""
+    said, along, committed, count, path, taps, roots, columns = args
+    return said, along, committed[:1], count[:1], path[:1], taps, roots[:1], columns
+
+
+def padded(args: Args) -> Args:
+    """The first row of the first sequence alone."""
+    own, (ids, positions, words, slots, contexts, trees, ends, tables, *first) = args
+    per_sequence = contexts[:1], trees[:1], torch.tensor([0, 1], dtype=ends.dtype), tables[:, :1].contiguous()
+    return own, (ids[:1], positions[:1], words[:1], slots[:, :1].contiguous(), *per_sequence, *(field[:1] for field in first))
 
 
 FIRST: dict[str, Callable[[Args], Args]] = {
@@ -73,6 +98,10 @@ FIRST: dict[str, Callable[[Args], Args]] = {
     "draft_pass": stack,
     "tree_walk": walk,
     "move_kv": moves,
+    "tree_layout": layout,
+    "compaction_slots": compacted,
+    "gather_pairs": pairs,
+    "pad_batch": padded,
 }
 
 
@@ -84,7 +113,7 @@ def several(op: str, found: list[Case]) -> Iterator[Case]:
         elif op == "tree_walk":
             count = len(case.args[2].counts)
         else:
-            count = len(case.args[2 if op == "move_kv" else 0])
+            count = len(case.args[1][4] if op == "pad_batch" else case.args[2 if op in ("move_kv", "gather_pairs") else 0])
         if count > 1 and (not op.endswith("attention") or int(case.args[4][1]) > 0):
             yield case
 
@@ -98,6 +127,16 @@ def written(op: str, result: Any, args: Args) -> list[Tensor]:
         committed, num_committed, path, num_accepted, finish, rows = result
         count, accepted = int(num_committed[0]), int(num_accepted[0])
         return [committed[0, :count], num_committed[0], path[0, :accepted], num_accepted[0], finish[0], rows[0, :count]]
+    if op == "tree_layout":
+        nodes = args[0].shape[1]
+        return [result.input_ids[:nodes], result.positions[:nodes], result.slot_mapping[:, :nodes], result.ctx_lens[:1]]
+    if op == "compaction_slots":
+        return [side[:, : args[0].shape[1]] for side in result]
+    if op == "gather_pairs":
+        return [args[0][:1], args[1][:1]]
+    if op == "pad_batch":
+        own, width = args[0], args[1][7].shape[2]
+        return [*(own[i][:1] for i in (0, 1, 2, 4, 5, *range(8, len(own)))), own[3][:, :1], own[7][:, :1, :width]]
     found = [t[:1] for t in tensors(result)]
     if op in ("decoder_stack", "draft_pass"):
         batch, caches = args[2], args[3].pairs if isinstance(args[3], Store) else args[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def state(rng: random.Random) -> SamplingState:
         params = SamplingParams(temperature=0, min_tokens=rng.choice([0, 0, 4]))
         tokens = [1] * rng.randint(2, 4)
         ends = frozenset(rng.sample(range(VOCAB), rng.choice([0, 1, 3])))
-        sampling.add(Sequence("r", tokens, 2, params, 0, len(tokens) + rng.choice([1, 2, 5, 90]), end_ids=ends, request_slot=slot))
+        sampling.add(Sequence("r", tokens, 2, params, slot * 77, len(tokens) + rng.choice([1, 2, 5, 90]), end_ids=ends, request_slot=slot))
     return sampling
 
 
@@ -39,8 +40,14 @@ def tree(parents: list[int], rng: random.Random) -> HostTree:
     return tokens, parents, None
 
 
-def case(name: str, shapes: list[list[int]], rng: random.Random, *, follow: float, given: bool = False) -> Case:
-    """follow: how often a node's first child drafts what follows it. given: which nodes agree is an argument."""
+RATES = torch.tensor([1.0, 0.9, 0.7, 0.8, 0.5], dtype=torch.float64)
+
+
+def case(
+    name: str, shapes: list[list[int]], rng: random.Random, *, follow: float, given: bool = False, forced: tuple[Any, ...] = ()
+) -> Case:
+    """follow: how often a node's first child drafts what follows it. given: which nodes agree is an argument. forced: the rates at which
+    they do, and a purpose."""
     trees = [tree(shape, rng) for shape in shapes]
     rows = RowInfo(tree_from_lists(trees), rng.sample(range(SLOTS), len(trees)), torch.device("cpu"))
     following, agrees = [], []
@@ -51,7 +58,7 @@ def case(name: str, shapes: list[list[int]], rng: random.Random, *, follow: floa
         following += [tokens[c] if c else rng.randrange(VOCAB) for c in chosen]
         agrees += [n == 0 or chosen[parents[n]] == n for n in range(len(parents))]
     mask = torch.tensor(agrees, dtype=torch.bool) if given else None
-    return Case(name, (torch.tensor(following, dtype=torch.int64), mask, rows, state(rng)))
+    return Case(name, (torch.tensor(following, dtype=torch.int64), mask, rows, state(rng), *forced))
 
 
 def walk_cases() -> Iterator[Case]:
@@ -65,5 +72,11 @@ def walk_cases() -> Iterator[Case]:
                 yield case(f"random trees {i}, {follow}, {given}", [*shapes, [-1]], rng, follow=follow, given=given)
             yield case(f"chain {follow}, {given}", [deep], rng, follow=follow, given=given)
             yield case(f"star {follow}, {given}", [[-1], wide], rng, follow=follow, given=given)
+    for i in range(8):
+        shapes = [random_tree(rng.randint(1, 40), i + b) for b in range(rng.randint(1, 4))]
+        yield case(f"forced {i}", [*shapes, [-1]], rng, follow=0.5, forced=(RATES, 4))
+    for name, parents in (("chain", deep), ("star", wide)):
+        yield case(f"forced {name}", [parents, [-1]], rng, follow=0.5, forced=(RATES.sqrt(), 4))
+    yield case("forced roots", [[-1]] * SLOTS, rng, follow=0.5, forced=(RATES, 4))
     yield case("roots", [[-1]] * SLOTS, rng, follow=0.0)
     yield case("one root", [[-1]], rng, follow=0.0)
