@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.kernels.case import Case, randn
 from specdec.kernels.clamped_swiglu import cases as clamped
 from specdec.kernels.coupled_verify import cases as verify
+from specdec.kernels.draft_grow import cases as grow
 from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.inputs import Rows, attention_batch, chain, generator, random_tree, star
@@ -276,6 +277,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **verify.CASES,
     **build.CASES,
     **topk.CASES,
+    **grow.CASES,
     **norm_fp8.CASES,
     **silu_fp8.CASES,
     **clamped.CASES,

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.kernels.clamped_swiglu import triton as clamped
 from specdec.kernels.coupled_verify import triton as verify
+from specdec.kernels.draft_grow import triton as grow
 from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
@@ -81,6 +82,7 @@ BACKENDS: dict[str, Backend] = {
     "norm_rope_write_kv": _backend(norm_rope.norm_rope_write_kv, norm_rope.rejects),
     "mass_cut": _backend(cut.mass_cut, cut.rejects),
     "draft_topk": _backend(topk.draft_topk, topk.rejects),
+    "draft_grow": _backend(grow.draft_grow, grow.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec.kernels import cuda_fragments
 from specdec.kernels.decoder_stack import cuda as segments
+from specdec.kernels.draft_grow.reference import NextBeam
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.fragments import Int4Fragments
@@ -61,6 +62,7 @@ _SILU_MUL_FP8 = TABLE.ops["silu_mul_fp8"]
 _CLAMPED_SWIGLU = TABLE.ops["clamped_swiglu"]
 _NORM_ROPE_WRITE_KV = TABLE.ops["norm_rope_write_kv"]
 _DRAFT_TOPK = TABLE.ops["draft_topk"]
+_DRAFT_GROW = TABLE.ops["draft_grow"]
 _TREE_BUILD = TABLE.ops["tree_build"]
 _DENSE_LINEAR = TABLE.ops["dense_linear"]
 _FP8_LINEAR = TABLE.ops["fp8_linear"]
@@ -426,9 +428,37 @@ def draft_topk(
     """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, in one op.
 
     hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
-    seeds, positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of
+    seeds, positions, choices [R] i64, noisy [R] bool (None = no row); or temperature and these of B sequences [B], which have R / B rows
+    each, side by side. Returns (target ids [R,width] i64, best first, their shares of
     the race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
     """
     keys = seeds, positions, choices, noisy
     best: tuple[Tensor, Tensor, Tensor] = _DRAFT_TOPK(hidden, weight, temperature, target_ids, *keys, purpose, share, width)
     return best
+
+
+def draft_grow(
+    tokens: Tensor,
+    chances: Tensor,
+    above: Tensor,
+    parents: Tensor,
+    words: Tensor,
+    noisy: Tensor,
+    ends: Tensor,
+    rates: Tensor,
+    pool: tuple[Tensor, Tensor, Tensor, Tensor],
+    start: int,
+    cells: tuple[int, int],
+    beam: int,
+    bit: int,
+) -> NextBeam:
+    """The candidates of one depth of a beam search into the pool, and the `beam` = n likeliest of them, which run next.
+
+    tokens [B,C] i64, chances [B,C] f32 of the candidates, C = R * width, the best first of each of R rows; of these rows' nodes the scores
+    above [B,R] f32, places in the pool parents [B,R] i64 (-1 = the root), ancestor words [B,R] i64. noisy [B] bool, ends [B,E] i64: tokens
+    that have no children. rates f32 by cell; cells: the depth's first one, and how many more where noisy. Writes columns from `start` of
+    pool: tokens, parents i64, scores f32, cells i64, each [at least B, any]. The i-th of the beam gets the bit `bit` + i; n <= C.
+    """
+    state = above, parents, words, noisy, ends, rates
+    grown: NextBeam = _DRAFT_GROW(tokens, chances, *state, pool, start, cells, beam, bit)
+    return grown
