@@ -18,6 +18,8 @@ TOLERANCE: dict[str, float] = {
     "tree_walk": 0.0,  # integers
     "draft_topk": 1e-5,  # order of the sum over H, then exp; ids exactly: inputs avoid such ties
     "draft_grow": 0.0,  # the same products, rounded one by one
+    "draft_layout": 0.0,  # integers, and copies
+    "accepted_pairs": 0.0,  # integers
     "tree_build": 0.0,  # integers, and copies of scores
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import cuda_fragments
+from specdec.kernels.accepted_pairs.reference import AcceptedPairs
 from specdec.kernels.decoder_stack import cuda as segments
 from specdec.kernels.draft_grow.reference import NextBeam
+from specdec.kernels.draft_layout.reference import DraftLayout, Laws
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.fragments import Int4Fragments
@@ -63,6 +65,8 @@ _CLAMPED_SWIGLU = TABLE.ops["clamped_swiglu"]
 _NORM_ROPE_WRITE_KV = TABLE.ops["norm_rope_write_kv"]
 _DRAFT_TOPK = TABLE.ops["draft_topk"]
 _DRAFT_GROW = TABLE.ops["draft_grow"]
+_DRAFT_LAYOUT = TABLE.ops["draft_layout"]
+_ACCEPTED_PAIRS = TABLE.ops["accepted_pairs"]
 _TREE_BUILD = TABLE.ops["tree_build"]
 _DENSE_LINEAR = TABLE.ops["dense_linear"]
 _FP8_LINEAR = TABLE.ops["fp8_linear"]
@@ -462,3 +466,17 @@ def draft_grow(
     state = above, parents, words, noisy, ends, rates
     grown: NextBeam = _DRAFT_GROW(tokens, chances, *state, pool, start, cells, beam, bit)
     return grown
+
+
+def draft_layout(columns: Tensor, laws: Laws, depth: int, passes: int, width: int, block_size: int) -> DraftLayout:
+    """Where the rows of drafts of B sequences lie. columns [B,3+M] i64: request slot, newest token, first visible key, block table; laws:
+    of `SamplingState`, by request slot; depth: of the trees; passes: P over `width` nodes each, behind the newest token."""
+    layout: DraftLayout = _DRAFT_LAYOUT(columns, laws, depth, passes, width, block_size)
+    return layout
+
+
+def accepted_pairs(said: Tensor, newest: Tensor, tables: Tensor, masks: int, mask_token: int, block_size: int) -> AcceptedPairs:
+    """The rows that run a verdict's tokens through a draft head. said [B,D+2] i64: the tokens committed and, last, how many (>= 1); newest
+    [B] i64: position of the last one; tables [B,M] i32; masks: rows behind the last pair, with the token mask_token."""
+    pairs: AcceptedPairs = _ACCEPTED_PAIRS(said, newest, tables, masks, mask_token, block_size)
+    return pairs

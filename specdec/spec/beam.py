@@ -78,24 +78,20 @@ class Beam:
         self.words = self.words.gather(1, parents) | self._bits[self.depth]
         if batch > 1:
             parents = parents + torch.arange(0, batch * rows, rows, device=self._device)[:, None]
-        return self.run(features[parents.flatten()], tokens, self.words)
-
-    def run(self, features: Tensor, tokens: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The pass itself: of the nodes' parents the features [B * width, Hd], tokens and ancestor words [B, width] of the nodes."""
         step = Batch(
             tokens.flatten(),
             self._positions[self.depth].flatten(),
             self._cu,
             self._context,
             self._fed,
-            words.flatten(),
+            self.words.flatten(),
             self._tables,
             self._slots[self.depth].view(1, -1),
             self._none,
             first_key=self._first,
         )
         self.depth += 1
-        return self._feed(step, features)
+        return self._feed(step, features[parents.flatten()])
 
     def keep(self, live: Tensor) -> None:
         """Go on with the sequences `live` [b] i64 alone."""

@@ -24,12 +24,11 @@ from specdec.config import MAX_NODES
 from specdec.kernels.draft_grow.reference import NextBeam
 from specdec.quant.none import Dense
 from specdec.runner.graphs import SEQUENCES, Outputs, Recorder, fitting
-from specdec.spec.beam import Beam
 from specdec.spec.growth import Pool, beam_widths
 from specdec.spec.head_drafter import NOISY_CELLS, HeadDrafter, HostDraft, depth_cells
 from specdec.spec.recorded_start import Accepted, Given, Places
 from specdec.transfer import arrival
-from specdec.types import Scheduled
+from specdec.types import Batch, Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
@@ -144,11 +143,14 @@ class Recorded(ABC):
         self._sampling, self._rated = sampling, drafter.scores
         self._samples = sampling.samples([s.seq.request_slot for s in padded])
         self._width = min(budget.width, head.config.draft_vocab_size)
-        self._beam_width = max(beam_widths(padded, drafter))
+        self._beam, self._passes = max(beam_widths(padded, drafter)), depth - 1 if drafter.feeds else 0
         self._places = Places(size, runner, head.device)
         masks = 0 if drafter.feeds else depth - 1
         self._start: Given | Accepted
         self._start = Accepted(size, budget.depth + 1, masks, runner) if follows else Given(size, 1 + masks, runner)
+        self._cu = torch.arange(0, (size + 1) * self._beam, self._beam, dtype=torch.int32, device=head.device)
+        self._tree_len = torch.full((size,), self._passes * self._beam, dtype=torch.int32, device=head.device)
+        self._none = torch.zeros(0, dtype=torch.int64, device=head.device)
         self._nodes = torch.full((size,), budget.nodes, dtype=torch.int64, device=head.device)
         ones = torch.ones((size, 1), dtype=torch.int64, device=head.device)
         self._root = NextBeam(ones.float(), -ones, ones, ones, ones - ones)  # the beam of depth 0; its own bit is nobody's
@@ -168,39 +170,35 @@ class Recorded(ABC):
 
     def grown(self) -> Outputs:
         """The fields of `Grown`."""
-        self._place = self._places.read(self._sampling)
+        self._layout = self._places.read(self._sampling, self._depth, self._passes, self._beam)
         tokens, parents, scores, cells = self._pool()
         built = ops.tree_build(tokens, parents, scores, self._roots, self._nodes, self._most, self._depth)
         placed = cells.gather(1, built.places.clamp(min=0))
-        inside = torch.arange(self._most, device=placed.device) < built.num_nodes[:, None]
-        columns = (torch.where(inside, v, filler) for v, filler in ((built.tokens, -1), (built.depth, 1), (built.words, 1)))
-        nodes, depth, words = columns
-        return Grown(nodes, built.parents, depth, built.num_nodes, words, built.score, placed)
+        return Grown(built.tokens, built.parents, built.depth, built.num_nodes, built.words, built.score, placed)
 
     def _pool(self) -> Pool:
         """The candidates of all depths."""
-        slots, beam, start = self._place.request_slots, self._root, 0
-        noisy, ends, rates = self._sampling.noisy[slots], self._sampling.end_ids[slots], self._rated.table()
-        hidden, n = self.begin(), self._beam_width
+        layout, beam, start = self._layout, self._root, 0
+        hidden, n, size = self.begin(), self._beam, len(self._nodes)
         room = self._width * (1 + (self._depth - 1) * n)
-        whole = [torch.empty((len(slots), room), dtype=torch.int64, device=slots.device) for _ in range(3)]
+        whole = [torch.empty((size, room), dtype=torch.int64, device=hidden.device) for _ in range(3)]
         pool = Pool(whole[0], whole[1], torch.empty_like(whole[0], dtype=torch.float32), whole[2])
         for depth in range(1, self._depth + 1):
             ids, chances = self._choose(hidden, depth)
             cells, bit = (depth_cells(depth), NOISY_CELLS), min((depth - 1) * n, MAX_NODES - n)  # the last beam's bits are nobody's
-            found = ids.view(len(slots), -1), chances.view(len(slots), -1)
-            beam = ops.draft_grow(*found, beam.scores, beam.places, beam.words, noisy, ends, rates, pool, start, cells, n, bit)
+            found = ids.view(size, -1), chances.view(size, -1)
+            state = beam.scores, beam.places, beam.words, layout.noisy, layout.ends, self._rated.table()
+            beam = ops.draft_grow(*found, *state, pool, start, cells, n, bit)
             start += found[0].shape[1]
             hidden = self.advance(beam) if depth < self._depth else hidden
         return pool
 
     def _choose(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """(target ids i64, chances f32) of the candidates at `depth`, each [rows, width]."""
-        sampling, slots = self._sampling, self._place.request_slots
-        keys = sampling.seed[slots], sampling.length[slots] + (depth - 1), sampling.choice[slots]
-        noisy = sampling.noisy[slots] if self._samples else None
-        law = hidden.to(self._weight.dtype), self._weight, sampling.temperature[slots], self._ids
-        ids, chances, _ = ops.draft_topk(*law, *keys, noisy, rng.TARGET, self._share, self._width)
+        layout = self._layout
+        keys = layout.seed, layout.drawn[depth - 1], layout.choice, layout.noisy if self._samples else None
+        law = hidden.to(self._weight.dtype), self._weight, layout.temperature, self._ids
+        ids, chances, _ = ops.draft_topk(*law, *keys, rng.TARGET, self._share, self._width)
         return ids, chances
 
 
@@ -209,13 +207,27 @@ class Fed(Recorded):
 
     def begin(self) -> Tensor:
         """[B, Hd]"""
-        self._roots, states, self._feedback = self._start(self._place)
-        self._beam = Beam(self._runner.run_rows, self._place.beam_rows(self._beam_width, self._depth))
+        self._roots, states, self._feedback = self._start(self._layout)
+        self._pass = 0
         return states[:, 0].contiguous()
 
     def advance(self, beam: NextBeam) -> Tensor:
         """[B * n, Hd]"""
-        hidden, self._feedback = self._beam.run(self._feedback[beam.rows.flatten()], beam.tokens, beam.words)
+        layout, p = self._layout, self._pass
+        batch = Batch(
+            beam.tokens.flatten(),
+            layout.positions[p].flatten(),
+            self._cu,
+            layout.context,
+            self._tree_len,
+            beam.words.flatten(),
+            layout.tables[None],
+            layout.slots[p].view(1, -1),
+            self._none,
+            first_key=layout.first,
+        )
+        self._pass += 1
+        hidden, self._feedback = self._runner.run_rows(batch, self._feedback[beam.rows.flatten()])
         return hidden
 
 
@@ -224,11 +236,11 @@ class Followed(Recorded):
 
     def begin(self) -> Tensor:
         """[B, Hd]"""
-        self._roots, self._hidden, _ = self._start(self._place)
+        self._roots, self._hidden, _ = self._start(self._layout)
         self._row = 0
         return self._hidden[:, 0].contiguous()
 
     def advance(self, beam: NextBeam) -> Tensor:
         """[B * n, Hd]"""
         self._row += 1
-        return self._head.follow(self._hidden[:, self._row].repeat_interleave(self._beam_width, 0), beam.tokens.flatten())
+        return self._head.follow(self._hidden[:, self._row].repeat_interleave(self._beam, 0), beam.tokens.flatten())

@@ -66,6 +66,10 @@ def moves(args: Args) -> Args:
     return k, v, src[:1], dst[:1]
 
 
+def layout(args: Args) -> Args:
+    return args[0][:1].contiguous(), *args[1:]
+
+
 FIRST: dict[str, Callable[[Args], Args]] = {
     "tree_attention": attention,
     "prefill_attention": attention,
@@ -73,6 +77,7 @@ FIRST: dict[str, Callable[[Args], Args]] = {
     "draft_pass": stack,
     "tree_walk": walk,
     "move_kv": moves,
+    "draft_layout": layout,
 }
 
 
@@ -98,6 +103,8 @@ def written(op: str, result: Any, args: Args) -> list[Tensor]:
         committed, num_committed, path, num_accepted, finish, rows = result
         count, accepted = int(num_committed[0]), int(num_accepted[0])
         return [committed[0, :count], num_committed[0], path[0, :accepted], num_accepted[0], finish[0], rows[0, :count]]
+    if op == "draft_layout":  # what there is of every depth or pass has those first
+        return [t[:, :1] if name in ("drawn", "positions", "slots") else t[:1] for name, t in result._asdict().items()]
     found = [t[:1] for t in tensors(result)]
     if op in ("decoder_stack", "draft_pass"):
         batch, caches = args[2], args[3].pairs if isinstance(args[3], Store) else args[3]
