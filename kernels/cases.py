@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from specdec.kernels.accepted_pairs import cases as pairs
 from specdec.kernels.case import Case, randn
 from specdec.kernels.clamped_swiglu import cases as clamped
 from specdec.kernels.compaction_slots import cases as compaction
 from specdec.kernels.coupled_verify import cases as verify
+from specdec.kernels.draft_grow import cases as grow
+from specdec.kernels.draft_layout import cases as layout
 from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
 from specdec.kernels.gather_pairs import cases as pairs
@@ -284,6 +287,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **pairs.CASES,
     **pad.CASES,
     **topk.CASES,
+    **layout.CASES,
+    **pairs.CASES,
+    **grow.CASES,
     **norm_fp8.CASES,
     **silu_fp8.CASES,
     **clamped.CASES,

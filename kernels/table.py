@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.accepted_pairs import reference as pairs_reference
 from specdec.kernels.clamped_swiglu import reference as clamped_reference
 from specdec.kernels.compaction_slots import reference as compaction_reference
 from specdec.kernels.coupled_verify import reference as verify_reference
 from specdec.kernels.cuda_library import missing, missing_products
 from specdec.kernels.decoder_stack import cuda as stack_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
+from specdec.kernels.draft_grow import reference as grow_reference
+from specdec.kernels.draft_layout import reference as layout_reference
 from specdec.kernels.draft_pass import cuda as draft_cuda
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
@@ -222,6 +225,9 @@ _NORM_ROPE = partial(
 _NORM_ROPE_CPU = Backend("cpu", _NORM_ROPE, ("cpu",), _norm_rope_rejects, missing=WHY_NOT)
 _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv, _NORM_ROPE_CPU)
 _beside_triton("draft_topk", topk_reference.draft_topk)
+_beside_triton("draft_grow", grow_reference.draft_grow)
+_beside_triton("draft_layout", layout_reference.draft_layout)
+_beside_triton("accepted_pairs", pairs_reference.accepted_pairs)
 _beside_triton("tree_build", build_reference.tree_build)
 _beside_triton("tree_layout", layout_reference.tree_layout)
 _beside_triton("pad_batch", pad_reference.pad_batch)

@@ -21,6 +21,9 @@ TOLERANCE: dict[str, float] = {
     "pad_batch": 0.0,  # copies
     "compaction_slots": 0.0,  # integers
     "gather_pairs": 0.0,  # copies
+    "draft_grow": 0.0,  # the same products, rounded one by one
+    "draft_layout": 0.0,  # integers, and copies
+    "accepted_pairs": 0.0,  # integers
     "tree_build": 0.0,  # integers, and copies of scores
     "gumbel_noise": 3e-7,  # float64 logs rounded once: at most one float32 ulp apart
     "philox_uniform": 0.0,  # integers, exact scaling, one rounding

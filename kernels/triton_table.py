@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec.kernels.accepted_pairs import triton as pairs
 from specdec.kernels.clamped_swiglu import triton as clamped
 from specdec.kernels.compaction_slots import triton as compaction
 from specdec.kernels.coupled_verify import triton as verify
+from specdec.kernels.draft_grow import triton as grow
+from specdec.kernels.draft_layout import triton as layout
 from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
@@ -85,6 +88,9 @@ BACKENDS: dict[str, Backend] = {
     "norm_rope_write_kv": _backend(norm_rope.norm_rope_write_kv, norm_rope.rejects),
     "mass_cut": _backend(cut.mass_cut, cut.rejects),
     "draft_topk": _backend(topk.draft_topk, topk.rejects),
+    "draft_grow": _backend(grow.draft_grow, grow.rejects),
+    "draft_layout": _backend(layout.draft_layout, layout.rejects),
+    "accepted_pairs": _backend(pairs.accepted_pairs, pairs.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
     "tree_layout": _backend(layout.tree_layout, layout.rejects),
     "pad_batch": _backend(pad.pad_batch, pad.rejects),

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import cuda_fragments
+from specdec.kernels.accepted_pairs.reference import AcceptedPairs
 from specdec.kernels.decoder_stack import cuda as segments
+from specdec.kernels.draft_grow.reference import NextBeam
+from specdec.kernels.draft_layout.reference import DraftLayout, Laws
 from specdec.kernels.fp8_linear.fragments import Fp8Fragments, pack, rejects_weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.int4_linear.fragments import Int4Fragments
@@ -62,6 +65,9 @@ _SILU_MUL_FP8 = TABLE.ops["silu_mul_fp8"]
 _CLAMPED_SWIGLU = TABLE.ops["clamped_swiglu"]
 _NORM_ROPE_WRITE_KV = TABLE.ops["norm_rope_write_kv"]
 _DRAFT_TOPK = TABLE.ops["draft_topk"]
+_DRAFT_GROW = TABLE.ops["draft_grow"]
+_DRAFT_LAYOUT = TABLE.ops["draft_layout"]
+_ACCEPTED_PAIRS = TABLE.ops["accepted_pairs"]
 _TREE_BUILD = TABLE.ops["tree_build"]
 _TREE_LAYOUT = TABLE.ops["tree_layout"]
 _COMPACTION_SLOTS = TABLE.ops["compaction_slots"]
@@ -482,9 +488,51 @@ def draft_topk(
     """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, in one op.
 
     hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
-    seeds, positions, choices [R] i64, noisy [R] bool (None = no row). Returns (target ids [R,width] i64, best first, their shares of
+    seeds, positions, choices [R] i64, noisy [R] bool (None = no row); or temperature and these of B sequences [B], which have R / B rows
+    each, side by side. Returns (target ids [R,width] i64, best first, their shares of
     the race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
     """
     keys = seeds, positions, choices, noisy
     best: tuple[Tensor, Tensor, Tensor] = _DRAFT_TOPK(hidden, weight, temperature, target_ids, *keys, purpose, share, width)
     return best
+
+
+def draft_grow(
+    tokens: Tensor,
+    chances: Tensor,
+    above: Tensor,
+    parents: Tensor,
+    words: Tensor,
+    noisy: Tensor,
+    ends: Tensor,
+    rates: Tensor,
+    pool: tuple[Tensor, Tensor, Tensor, Tensor],
+    start: int,
+    cells: tuple[int, int],
+    beam: int,
+    bit: int,
+) -> NextBeam:
+    """The candidates of one depth of a beam search into the pool, and the `beam` = n likeliest of them, which run next.
+
+    tokens [B,C] i64, chances [B,C] f32 of the candidates, C = R * width, the best first of each of R rows; of these rows' nodes the scores
+    above [B,R] f32, places in the pool parents [B,R] i64 (-1 = the root), ancestor words [B,R] i64. noisy [B] bool, ends [B,E] i64: tokens
+    that have no children. rates f32 by cell; cells: the depth's first one, and how many more where noisy. Writes columns from `start` of
+    pool: tokens, parents i64, scores f32, cells i64, each [at least B, any]. The i-th of the beam gets the bit `bit` + i; n <= C.
+    """
+    state = above, parents, words, noisy, ends, rates
+    grown: NextBeam = _DRAFT_GROW(tokens, chances, *state, pool, start, cells, beam, bit)
+    return grown
+
+
+def draft_layout(columns: Tensor, laws: Laws, depth: int, passes: int, width: int, block_size: int) -> DraftLayout:
+    """Where the rows of drafts of B sequences lie. columns [B,3+M] i64: request slot, newest token, first visible key, block table; laws:
+    of `SamplingState`, by request slot; depth: of the trees; passes: P over `width` nodes each, behind the newest token."""
+    layout: DraftLayout = _DRAFT_LAYOUT(columns, laws, depth, passes, width, block_size)
+    return layout
+
+
+def accepted_pairs(said: Tensor, newest: Tensor, tables: Tensor, masks: int, mask_token: int, block_size: int) -> AcceptedPairs:
+    """The rows that run a verdict's tokens through a draft head. said [B,D+2] i64: the tokens committed and, last, how many (>= 1); newest
+    [B] i64: position of the last one; tables [B,M] i32; masks: rows behind the last pair, with the token mask_token."""
+    pairs: AcceptedPairs = _ACCEPTED_PAIRS(said, newest, tables, masks, mask_token, block_size)
+    return pairs

@@ -35,6 +35,8 @@ def _cases() -> Iterator[Case]:
     for rows in (33, 70, 131):  # each its own tile of rows, the last two of them
         yield _case(rows, 200, 72, 5, mapped=True, sampled=True, scale=4.0)
     yield _case(3, 500, 64, 8, mapped=False, sampled=True, scale=0.1)
+    shared = _case(9, 300, 40, 4, mapped=True, sampled=True, scale=4.0)  # three rows of each sequence
+    yield Case("9 rows of 3", tuple(a[:3] if i in (2, 4, 5, 6, 7) else a for i, a in enumerate(shared.args)))
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {"draft_topk": _cases}

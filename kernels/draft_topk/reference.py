@@ -30,13 +30,15 @@ def draft_topk(
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes in `specdec.ops.draft_topk`. The sums over H are float32, and so is all that follows; ties to the lowest draft id."""
+    each = len(hidden) // max(len(temperature), 1)
+    temperature, seeds, positions, choices = (t.repeat_interleave(each) for t in (temperature, seeds, positions, choices))
     scores = rowwise_linear(hidden.float(), weight.float()) / temperature[:, None]
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = torch.arange(weight.shape[0], device=hidden.device) if target_ids is None else target_ids
     race = scores
     if noisy is not None:
         g = noise.gumbel_noise(seeds, positions, choices, ids.expand_as(scores), purpose)
-        race = scores + torch.where(noisy[:, None], share * g, 0.0)
+        race = scores + torch.where(noisy.repeat_interleave(each)[:, None], share * g, 0.0)
     top = race.sort(dim=-1, descending=True, stable=True)
     values, columns = top.values[:, :width], top.indices[:, :width]
     chances = (values - race.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)

@@ -77,7 +77,7 @@ def draft_topk(
     keys = [t.contiguous() for t in (seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
     table = target_ids if mapped else seeds
     _race[(triton.cdiv(rows, row_tile), triton.cdiv(vocab, columns))](
-        hidden, weight, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, vocab, parts,
+        hidden, weight, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, rows // len(temperature), vocab, parts,
         DEPTH=depth, NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=2 * warps, COLUMNS=columns, PART=_PART, STEP=step,
         EVEN=depth % step == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -119,13 +119,13 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["purpose", "rows", "parts"])
+@triton.jit(do_not_specialize=["purpose", "rows", "each", "parts"])
 def _race(
-    hidden, weight, temperatures, target_ids, seeds, positions, choices, noisy, races, sums, purpose, share, rows, vocab, parts,
+    hidden, weight, temperatures, target_ids, seeds, positions, choices, noisy, races, sums, purpose, share, rows, each, vocab, parts,
     DEPTH: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, vocabulary tiles). races [R,V]; sums [4,R,parts], of PART columns each."""
+    """Grid (row tiles, vocabulary tiles). each: rows that share a key. races [R,V]; sums [4,R,parts], of PART columns each."""
     first = tl.program_id(0) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (column < vocab)[None, :]
@@ -141,14 +141,14 @@ def _race(
     plane = rows.to(tl.int64) * parts
     for start in range(first, tl.minimum(first + ROWS, rows), CHUNK):
         row = start + tl.arange(0, CHUNK)
-        real = row < rows
+        real, key = row < rows, row // each
         own = races + row.to(tl.int64)[:, None] * vocab + column[None, :]
-        score = tl.load(own, mask=real[:, None] & known, other=0.0) / tl.load(temperatures + row, mask=real, other=1.0)[:, None]
+        score = tl.load(own, mask=real[:, None] & known, other=0.0) / tl.load(temperatures + key, mask=real, other=1.0)[:, None]
         score = tl.where(known & (score == score), score, float("-inf"))
         race = score
         if NOISE:
-            mine = tl.load(noisy + row, mask=real, other=0) != 0
-            g = _noise(token, row, real, seeds, positions, choices, purpose)
+            mine = tl.load(noisy + key, mask=real, other=0) != 0
+            g = _noise(token, key, real, seeds, positions, choices, purpose)
             race = score + tl.where(mine[:, None], share * g, 0.0)
         tl.store(own, race, mask=real[:, None] & known)
         place = sums + row.to(tl.int64)[:, None] * parts + part[None, :]

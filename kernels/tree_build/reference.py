@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class BuiltTree(NamedTuple):
-    """B trees of up to N nodes, depth up to D. Entries at and beyond `num_nodes[b]` are 0 (paths: -1)."""
+    """B trees of up to N nodes, depth up to D. Entries at and beyond `num_nodes[b]` are children of the root that nobody accepts and
+    that see what it sees: token -1, parent 0, depth 1, word 1, score 0, place 0; paths -1."""
 
     tokens: Tensor  # [B, N] i64
     parents: Tensor  # [B, N] i64, the root's is -1
@@ -54,24 +55,24 @@ def tree_build(tokens: Tensor, parents: Tensor, scores: Tensor, roots: Tensor, n
     above_number = torch.where(above == -1, 0, number.gather(1, jump))
     roots_column = roots[:, None]
     numbers = (
-        (roots_column, tokens.gather(1, place)),
-        (-torch.ones_like(roots_column), above_number),
-        (torch.zeros_like(roots_column), depth),
-        (torch.ones_like(roots_column), word),
-        (-torch.ones_like(roots_column), place),
+        (roots_column, tokens.gather(1, place), -1),
+        (-torch.ones_like(roots_column), above_number, 0),
+        (torch.zeros_like(roots_column), depth, 1),
+        (torch.ones_like(roots_column), word, 1),
+        (-torch.ones_like(roots_column), place, 0),
     )
-    out = [_numbered(root, values, number, width) for root, values in numbers]
+    out = [_numbered(root, values, number, width, filler) for root, values, filler in numbers]
     built_tokens, built_parents, built_depth, words, places = out
-    values = _numbered(score.new_ones((batch, 1)), score, number, width)
+    values = _numbered(score.new_ones((batch, 1)), score, number, width, 0)
     count = kept.sum(1) + 1
     inside = torch.arange(width, device=tokens.device) < count[:, None]
     paths = _paths(built_tokens, built_depth, torch.where(inside, words, 0), deepest)
-    return BuiltTree(built_tokens, built_parents, built_depth, count, values, torch.where(inside, words, 0), paths, places)
+    return BuiltTree(built_tokens, built_parents, built_depth, count, values, words, paths, places)
 
 
-def _numbered(root: Tensor, values: Tensor, number: Tensor, width: int) -> Tensor:
-    """[B, N]: root [B, 1] at 0, values [B, P] at their numbers; number N drops one."""
-    table = values.new_zeros((len(root), width + 1)).scatter_(1, number, values)
+def _numbered(root: Tensor, values: Tensor, number: Tensor, width: int, filler: int) -> Tensor:
+    """[B, N]: root [B, 1] at 0, values [B, P] at their numbers, filler elsewhere; number N drops one."""
+    table = values.new_full((len(root), width + 1), filler).scatter_(1, number, values)
     return torch.cat((root, table[:, 1:width]), dim=1)
 
 

@@ -93,11 +93,11 @@ def _numbers(key, place, above, picked, ROUNDS: tl.constexpr, LANES: tl.constexp
 
 
 @triton.jit
-def _store(out, number, value, mask, root, edge, LANES: tl.constexpr):
-    """A row of the tree: values at their numbers, the root at 0, zeros behind them (edge: where these two go)."""
+def _store(out, number, value, mask, root, filler, edge, LANES: tl.constexpr):
+    """A row of the tree: values at their numbers, the root at 0, filler behind them (edge: where these two go)."""
     lane = tl.arange(0, LANES)
     tl.store(out + number, value.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + lane, tl.where(lane == 0, root, 0).to(out.dtype.element_ty), mask=edge)
+    tl.store(out + lane, tl.where(lane == 0, root, filler).to(out.dtype.element_ty), mask=edge)
 
 
 @triton.jit
@@ -149,11 +149,11 @@ def _build(
     mask = kept != 0
     count = tl.sum(kept, 0) + 1
     edge = (lane < width) & ((lane == 0) | (lane >= count))
-    _store(tokens_out + row, number, token, mask, tl.load(roots + sequence), edge, LANES)
-    _store(parents_out + row, number, parent, mask, -1, edge, LANES)
-    _store(depth_out + row, number, level + 1, mask, 0, edge, LANES)
-    _store(words_out + row, number, word | 1, mask, 1, edge, LANES)
-    _store(places_out + row, number, place, mask, -1, edge, LANES)
-    _store(score_out + row, number, score, mask, 1.0, edge, LANES)
+    _store(tokens_out + row, number, token, mask, tl.load(roots + sequence), -1, edge, LANES)
+    _store(parents_out + row, number, parent, mask, -1, 0, edge, LANES)
+    _store(depth_out + row, number, level + 1, mask, 0, 1, edge, LANES)
+    _store(words_out + row, number, word | 1, mask, 1, 1, edge, LANES)
+    _store(places_out + row, number, place, mask, -1, 0, edge, LANES)
+    _store(score_out + row, number, score, mask, 1.0, 0.0, edge, LANES)
     _store_paths(paths_out + row * deepest, number, level, token, bit, word, mask, edge, deepest, LANES, LEVELS)
     tl.store(count_out + sequence, count.to(tl.int64))

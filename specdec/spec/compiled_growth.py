@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from specdec import ops, rng
 from specdec.budget import beam
+from specdec.kernels.draft_grow.reference import BELOW, TIE
 from specdec.spec.candidates import FIELD
-from specdec.spec.head_drafter import BELOW, NOISY_CELLS, TIE, Scores, depth_cells, rank_cells
+from specdec.spec.head_drafter import NOISY_CELLS, Scores, depth_cells, rank_cells
 from specdec.spec.head_kv import HeadRunner
 from specdec.spec.head_progress import Pick
 from specdec.types import Scheduled

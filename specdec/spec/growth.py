@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.budget import beam
+from specdec.kernels.draft_grow.reference import likeliest
 from specdec.spec.candidates import TINY, Race, TipRows, spine_first
 from specdec.spec.head_drafter import HeadDrafter, HostDraft, depth_cells, numbered
 from specdec.transfer import send
@@ -90,7 +91,7 @@ class Growth:
     def _load(self) -> None:
         """Per-sequence constants of the live sequences, on the device."""
         slots = send(np.array([self.slots[b] for b in self.live], dtype=np.int64), self.device)
-        self.ends = self.sampling.end_ids[slots][:, None, :]
+        self.ends = self.sampling.end_ids[slots]
         self.base = self.rated.base(self.sampling.noisy[slots], self.width)[:, None]  # [B, 1, width]
         self.ranked = self._within([self.shares[b].budget.width for b in self.live], self.width)
         self.allowed = self._within([self.beams[b] for b in self.live], max(self.beams))
@@ -168,9 +169,8 @@ class Growth:
         """(scores, candidates), each [B, beam], to run next: the likeliest, or in a tree of fixed shape the first draw, whatever it is."""
         if not self.coupled:
             return layer.scores[:, :1], torch.zeros_like(layer.parents[:, :1])
-        ended = (layer.tokens[:, :, None] == self.ends).any(dim=-1)
-        top = layer.scores.masked_fill(ended, 0.0).topk(max(self.beams), dim=1)
-        return top.values if self.allowed is None else torch.where(self.allowed, top.values, 0.0), top.indices
+        scores, columns = likeliest(layer.scores, layer.tokens, self.ends, max(self.beams))
+        return scores if self.allowed is None else torch.where(self.allowed, scores, 0.0), columns
 
     def _laws_of(self, orders: list[list[int]]) -> dict[tuple[int, int], Tensor]:
         """log q by (tree, node) of the children of each node of the chain that stayed in the tree, for requests that sample."""
@@ -190,7 +190,7 @@ def beam_widths(shares: list[Scheduled], drafter: HeadDrafter) -> list[int]:
 
 def rerank(layers: list[Layer], roots: list[int], nodes: list[int]) -> list[HostDraft]:
     """Per sequence the `nodes` likeliest nodes (root included): the best path first, then parents before children."""
-    picked, drafts = likeliest(layers, len(roots), max(nodes)).tolist(), []
+    picked, drafts = best_of(layers, len(roots), max(nodes)).tolist(), []
     for b, (root, n) in enumerate(zip(roots, nodes, strict=True)):
         place, score, token, parent, cell = (column[b][: n - 1] for column in picked)
         places, tokens, parents, cells = ([int(value) for value in column] for column in (place, token, parent, cell))
@@ -219,7 +219,7 @@ def pooled(layers: list[Layer], batch: int) -> Pool:
     return Pool(*(torch.cat(column, dim=1) for column in columns))
 
 
-def likeliest(layers: list[Layer], batch: int, nodes: int) -> Tensor:
+def best_of(layers: list[Layer], batch: int, nodes: int) -> Tensor:
     """[5, B, nodes - 1] f64 (integers are exact): place in the pool of candidates, score, token, place of the parent (-1 = root), cell."""
     tokens, parents, scores, cells = pooled(layers, batch)
     top = scores.topk(min(nodes - 1, scores.shape[1]), dim=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.config import MAX_NODES
 from specdec.errors import ConfigError
+from specdec.kernels.draft_grow.reference import BUCKETS, RANKS, rated
 from specdec.spec.candidates import drawn_tree, noise_coupled
 from specdec.spec.head_kv import HeadRunner
 from specdec.spec.head_progress import Pick
@@ -31,13 +32,10 @@ if TYPE_CHECKING:
     from specdec.spec.proposer import DrafterContext
     from specdec.spec.recorded_growth import Grown, RecordedDrafts
 
-_TRUST = (0.9, 0.6, 0.5, 0.4)  # acceptance over claimed chance by rank, before anything is known
-RANKS, BUCKETS = len(_TRUST), 10
+_TRUST = (0.9, 0.6, 0.5, 0.4)  # by rank (RANKS): acceptance over claimed chance by rank, before anything is known
 _CELLS = RANKS * BUCKETS  # per (sampled or not, depth bucket)
 NOISY_CELLS = DEPTH_BUCKETS * _CELLS  # cells before those of requests that sample
-TIE = 0.02
 PROMISE = 1.0  # tokens per step that a head made for this very target is expected to win
-BELOW = BUCKETS * (1 - 1e-6)  # a chance of 1 belongs to the last bucket
 
 
 def rank_cells(width: int) -> list[int]:
@@ -122,9 +120,7 @@ class Scores:
     def rate(self, chances: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """(rates f32, cells i64), like chances: of candidates with these first cells, depth included. What cannot be right keeps
         the rate of its cell."""
-        cells = (chances * BELOW).long() + base
-        # within a cell the likelier candidate goes first; a tie would be decided by how the batch is laid out
-        return self.table()[cells] * (chances * TIE + (1 - TIE)), cells
+        return rated(chances, base, self.table())
 
     def learn(self, draft: HostDraft, tokens: list[int], parents: list[int], taken: set[int]) -> None:
         """tokens, parents, taken: the verified tree, a subset of `draft`, and its accepted nodes."""

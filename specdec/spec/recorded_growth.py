@@ -9,7 +9,7 @@ within, and requests whose laws are more than a temperature, go op by op.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from specdec import ops, rng
 from specdec.budget import beam
+from specdec.config import MAX_NODES
+from specdec.kernels.draft_grow.reference import NextBeam
 from specdec.quant.none import Dense
 from specdec.runner.graphs import SEQUENCES, Outputs, Recorder, fitting
-from specdec.spec.beam import Beam
-from specdec.spec.candidates import TipRows
-from specdec.spec.growth import Growth, beam_widths, pooled
-from specdec.spec.head_drafter import HeadDrafter, HostDraft
+from specdec.spec.growth import Pool, beam_widths
+from specdec.spec.head_drafter import NOISY_CELLS, HeadDrafter, HostDraft, depth_cells
 from specdec.spec.recorded_start import Accepted, Given, Places
 from specdec.transfer import arrival
-from specdec.types import Scheduled
+from specdec.types import Batch, Scheduled
 
 if TYPE_CHECKING:
     from specdec.sampling import SamplingState
@@ -128,28 +128,32 @@ class RecordedDrafts:
         return Grown(*(output[:count] for output in outputs if output is not None))
 
 
-class Recorded(Growth):
-    """Growth over tensors at fixed addresses; instead of logits the steps hand over what the output layer reads.
-
-    padded: the sequences of the recording's size, as in `fill`. It is a stepper too, its own.
-    """
+class Recorded(ABC):
+    """A beam search over tensors at fixed addresses: what `growth` does, in few launches. padded: sequences, as in `fill`."""
 
     _roots: Tensor  # [B] newest tokens, where the draft started
 
     def __init__(
         self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState, *, follows: bool
     ):
-        head, method, size = drafter.head, drafter.head.lm_head.method, len(padded)
+        head, method, size, budget = drafter.head, drafter.head.lm_head.method, len(padded), padded[0].budget
         assert isinstance(method, Dense)
-        self._runner, self._head, self._depth = runner, head, depth
-        self._weight, self._ids = method.weight, head.target_ids
+        self._runner, self._head, self._depth, self._most = runner, head, depth, budget.nodes
+        self._weight, self._ids, self._share = method.weight, head.target_ids, head.config.noise_share
+        self._sampling, self._rated = sampling, drafter.scores
         self._samples = sampling.samples([s.seq.request_slot for s in padded])
+        self._width = min(budget.width, head.config.draft_vocab_size)
+        self._beam, self._passes = max(beam_widths(padded, drafter)), depth - 1 if drafter.feeds else 0
         self._places = Places(size, runner, head.device)
         masks = 0 if drafter.feeds else depth - 1
         self._start: Given | Accepted
-        self._start = Accepted(size, padded[0].budget.depth + 1, masks, runner) if follows else Given(size, 1 + masks, runner)
-        self._nodes = torch.full((size,), padded[0].budget.nodes, dtype=torch.int64, device=head.device)
-        super().__init__(drafter, self, padded, [depth] * size, sampling, beams=beam_widths(padded, drafter), looks=False)
+        self._start = Accepted(size, budget.depth + 1, masks, runner) if follows else Given(size, 1 + masks, runner)
+        self._cu = torch.arange(0, (size + 1) * self._beam, self._beam, dtype=torch.int32, device=head.device)
+        self._tree_len = torch.full((size,), self._passes * self._beam, dtype=torch.int32, device=head.device)
+        self._none = torch.zeros(0, dtype=torch.int64, device=head.device)
+        self._nodes = torch.full((size,), budget.nodes, dtype=torch.int64, device=head.device)
+        ones = torch.ones((size, 1), dtype=torch.int64, device=head.device)
+        self._root = NextBeam(ones.float(), -ones, ones, ones, ones - ones)  # the beam of depth 0; its own bit is nobody's
 
     def fill(self, padded: list[Scheduled], values: tuple[Tensor, ...]) -> None:
         """Set the inputs. padded: the sequences, then copies of the first. values: what the start is filled with, of the former alone."""
@@ -158,42 +162,43 @@ class Recorded(Growth):
 
     @abstractmethod
     def begin(self) -> Tensor:
-        """[B, Hd] behind the newest token of each sequence."""
+        """[B, Hd] behind the newest token of each sequence: what the output layer reads."""
 
     @abstractmethod
-    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B * width, Hd], as in `Stepper`."""
+    def advance(self, beam: NextBeam) -> Tensor:
+        """[B * n, Hd] behind the beam's nodes."""
 
     def grown(self) -> Outputs:
         """The fields of `Grown`."""
-        self._load()
-        tokens, parents, scores, cells = pooled(self._run(), len(self.shares))
-        most = self.shares[0].budget.nodes
-        built = ops.tree_build(tokens, parents, scores, self._roots, self._nodes, most, self._depth)
+        self._layout = self._places.read(self._sampling, self._depth, self._passes, self._beam)
+        tokens, parents, scores, cells = self._pool()
+        built = ops.tree_build(tokens, parents, scores, self._roots, self._nodes, self._most, self._depth)
         placed = cells.gather(1, built.places.clamp(min=0))
-        inside = torch.arange(most, device=self.device) < built.num_nodes[:, None]
-        columns = (torch.where(inside, v, filler) for v, filler in ((built.tokens, -1), (built.depth, 1), (built.words, 1)))
-        nodes, depth, words = columns
-        return Grown(nodes, built.parents, depth, built.num_nodes, words, built.score, placed)
+        return Grown(built.tokens, built.parents, built.depth, built.num_nodes, built.words, built.score, placed)
 
-    def keep(self, index: Tensor) -> None:
-        """All trees are equally deep."""
-        raise AssertionError
+    def _pool(self) -> Pool:
+        """The candidates of all depths."""
+        layout, beam, start = self._layout, self._root, 0
+        hidden, n, size = self.begin(), self._beam, len(self._nodes)
+        room = self._width * (1 + (self._depth - 1) * n)
+        whole = [torch.empty((size, room), dtype=torch.int64, device=hidden.device) for _ in range(3)]
+        pool = Pool(whole[0], whole[1], torch.empty_like(whole[0], dtype=torch.float32), whole[2])
+        for depth in range(1, self._depth + 1):
+            ids, chances = self._choose(hidden, depth)
+            cells, bit = (depth_cells(depth), NOISY_CELLS), min((depth - 1) * n, MAX_NODES - n)  # the last beam's bits are nobody's
+            found = ids.view(size, -1), chances.view(size, -1)
+            state = beam.scores, beam.places, beam.words, layout.noisy, layout.ends, self._rated.table()
+            beam = ops.draft_grow(*found, *state, pool, start, cells, n, bit)
+            start += found[0].shape[1]
+            hidden = self.advance(beam) if depth < self._depth else hidden
+        return pool
 
-    def _load(self) -> None:
-        self._place = self._places.read(self.sampling)
-        self._slots = self._place.request_slots
-        self.ends = self.sampling.end_ids[self._slots][:, None, :]
-        self.base = self.rated.base(self.sampling.noisy[self._slots], self.width)[:, None]
-        self.ranked = self.allowed = None
-
-    def _choose(self, logits: Tensor, tips: TipRows) -> tuple[Tensor, Tensor]:
-        sampling, slots = self.sampling, self._slots
-        slots = slots.repeat_interleave(len(logits) // len(slots)) if len(logits) > len(slots) else slots
-        keys = sampling.seed[slots], sampling.length[slots] + tips.depth, sampling.choice[slots]
-        noisy, hidden = sampling.noisy[slots] if self._samples else None, logits.to(self._weight.dtype)
-        law = hidden, self._weight, sampling.temperature[slots], self._ids
-        ids, chances, _ = ops.draft_topk(*law, *keys, noisy, rng.TARGET, self.race.share, self.width)
+    def _choose(self, hidden: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """(target ids i64, chances f32) of the candidates at `depth`, each [rows, width]."""
+        layout = self._layout
+        keys = layout.seed, layout.drawn[depth - 1], layout.choice, layout.noisy if self._samples else None
+        law = hidden.to(self._weight.dtype), self._weight, layout.temperature, self._ids
+        ids, chances, _ = ops.draft_topk(*law, *keys, rng.TARGET, self._share, self._width)
         return ids, chances
 
 
@@ -202,13 +207,27 @@ class Fed(Recorded):
 
     def begin(self) -> Tensor:
         """[B, Hd]"""
-        self._roots, states, self._feedback = self._start(self._place)
-        self._beam = Beam(self._runner.run_rows, self._place.beam_rows(max(self.beams), self._depth))
+        self._roots, states, self._feedback = self._start(self._layout)
+        self._pass = 0
         return states[:, 0].contiguous()
 
-    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B * width, Hd]"""
-        hidden, self._feedback = self._beam.advance(self._feedback, tokens, parents)
+    def advance(self, beam: NextBeam) -> Tensor:
+        """[B * n, Hd]"""
+        layout, p = self._layout, self._pass
+        batch = Batch(
+            beam.tokens.flatten(),
+            layout.positions[p].flatten(),
+            self._cu,
+            layout.context,
+            self._tree_len,
+            beam.words.flatten(),
+            layout.tables[None],
+            layout.slots[p].view(1, -1),
+            self._none,
+            first_key=layout.first,
+        )
+        self._pass += 1
+        hidden, self._feedback = self._runner.run_rows(batch, self._feedback[beam.rows.flatten()])
         return hidden
 
 
@@ -217,11 +236,11 @@ class Followed(Recorded):
 
     def begin(self) -> Tensor:
         """[B, Hd]"""
-        self._roots, self._hidden, _ = self._start(self._place)
+        self._roots, self._hidden, _ = self._start(self._layout)
         self._row = 0
         return self._hidden[:, 0].contiguous()
 
-    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """[B * width, Hd]"""
+    def advance(self, beam: NextBeam) -> Tensor:
+        """[B * n, Hd]"""
         self._row += 1
-        return self._head.follow(self._hidden[:, self._row].repeat_interleave(tokens.shape[1], 0), tokens.flatten())
+        return self._head.follow(self._hidden[:, self._row].repeat_interleave(self._beam, 0), beam.tokens.flatten())

@@ -9,14 +9,13 @@ run for every sequence, and those beyond write nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec import ops
-from specdec.cache.tables import device_slots
-from specdec.spec.beam import BeamRows
+from specdec.kernels.draft_layout.reference import DraftLayout
 from specdec.transfer import send
 from specdec.types import Batch
 
@@ -26,36 +25,9 @@ if TYPE_CHECKING:
     from specdec.spec.head_kv import HeadRunner
 
 
-class Place(NamedTuple):
-    """B sequences: request slots, newest positions and newest tokens as the host knows them [B] i64, first visible keys [B] i32, block
-    tables [1, B, M] i32."""
-
-    request_slots: Tensor
-    newest: Tensor
-    tokens: Tensor
-    first: Tensor
-    tables: Tensor
-    block_size: int
-
-    def slots(self, cells: Tensor, inside: Tensor | None = None) -> Tensor:
-        """[B, n] i64 flat slots of cells [B, n], -1 where not inside; there they may be any."""
-        last = self.tables.shape[2] * self.block_size - 1
-        return device_slots(self.tables, cells.clamp(max=last), self.block_size, inside)[0]
-
-    def beam_rows(self, width: int, depth: int) -> BeamRows:
-        """As `beam.beam_rows` where all sequences have the same beam and depth."""
-        passes, device = depth - 1, self.newest.device
-        nodes, newest = torch.arange(passes * width, device=device), self.newest[:, None]
-        shape = (passes, len(newest), width)
-        bits = (torch.ones_like(nodes) << nodes).view(passes, 1, width).expand(shape)
-        positions = (newest + 1 + nodes // width).view(len(newest), passes, width).transpose(0, 1).contiguous()
-        slots = self.slots(newest + 1 + nodes).view(len(newest), passes, width).transpose(0, 1).contiguous()
-        context = (self.newest + 1).int()
-        return BeamRows(bits, positions, slots, torch.stack((context, torch.full_like(context, len(nodes)), self.first)), self.tables)
-
-
 class Places:
-    """`Place` of a recording: what the host sends, by one copy. columns [B, 3 + M] i64: request slot, newest token, first key, table."""
+    """The sequences of a recording: what the host sends, by one copy. columns [B, 3 + M] i64: request slot, newest token,
+    first key, table."""
 
     def __init__(self, size: int, runner: HeadRunner, device: torch.device):
         self._runner = runner
@@ -66,11 +38,10 @@ class Places:
         sent = send(self._runner.rows.places(padded), self._columns.device)
         self._columns[:, : sent.shape[1]].copy_(sent)
 
-    def read(self, sampling: SamplingState) -> Place:
-        """Within the recording."""
-        slots, tokens, first = self._columns[:, :3].t().contiguous()  # kernels read each of them as it lies
-        tables = self._columns[:, 3:].int().contiguous()[None]
-        return Place(slots, sampling.length[slots] - 1, tokens, first.int(), tables, self._runner.block_size)
+    def read(self, sampling: SamplingState, depth: int, passes: int, width: int) -> DraftLayout:
+        """Within the recording: of trees so deep, whose nodes run in `passes` passes of `width`."""
+        laws = sampling.temperature, sampling.seed, sampling.length, sampling.choice, sampling.noisy, sampling.end_ids
+        return ops.draft_layout(self._columns, laws, depth, passes, width, self._runner.block_size)
 
 
 def padded_copy(own: Tensor, values: Tensor) -> None:
@@ -93,9 +64,9 @@ class Given:
         for own, values in ((self._states, states), (self._feedback, feedback)):
             padded_copy(own, values.view(-1, *own.shape[1:]))
 
-    def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, layout: DraftLayout) -> tuple[Tensor, Tensor, Tensor]:
         """Within the recording: (newest tokens [B], hidden states [B, 1 + masks, Hd] behind them and the masks, feedback [B, Hd])."""
-        return place.tokens, self._states, self._feedback[:, 0]
+        return layout.tokens, self._states, self._feedback[:, 0]
 
 
 class Accepted:
@@ -109,38 +80,40 @@ class Accepted:
         self._runner, self._most, self._masks = runner, most, masks
         self._said = torch.ones((size, most + 1), dtype=torch.int64, device=head.device)  # the tokens, and how many there are
         self._taps = torch.zeros((size, most, head.config.tap_size), dtype=head.dtype, device=head.device)
+        width = most + masks
+        self._cu = torch.arange(0, size * width + 1, width, dtype=torch.int32, device=head.device)
+        self._tree_len = torch.zeros(size, dtype=torch.int32, device=head.device)
+        self._words = torch.zeros(size * width, dtype=torch.int64, device=head.device)
+        if masks:
+            assert head.mask_feature is not None
+            self._features = head.mask_feature.expand(size, width, -1).clone()  # of the pairs overwritten, of the masks always this
 
     def fill(self, committed: Tensor, num_committed: Tensor, path: Tensor, taps: Tensor, roots: Tensor) -> None:
         """Of b sequences: committed [b, D + 1], num_committed [b], path [b, D]; D + 1 <= most. taps: of all rows of the target's pass;
         roots [b]: those of the roots."""
         ops.gather_pairs(self._said, self._taps, committed, num_committed, path, taps, roots, self._runner.columns)
 
-    def __call__(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, layout: DraftLayout) -> tuple[Tensor, Tensor, Tensor]:
         """As of `Given`."""
-        head, masks, count = self._runner.head, self._masks, self._said[:, -1:]
-        size, width, device = len(count), self._most + masks, head.device
-        row = torch.arange(width, device=device)
-        pair, seen = row < count, place.newest[:, None] + 1 - count
-        positions, features = seen + row, head.fuse(self._taps.flatten(0, 1)).view(size, self._most, -1)
-        tokens = torch.nn.functional.pad(self._said[:, :-1], (0, masks))
-        if masks:
+        head, runner, most = self._runner.head, self._runner, self._most
+        rows = ops.accepted_pairs(self._said, layout.newest, layout.tables, self._masks, head.config.mask_token_id or 0, runner.block_size)
+        features = head.fuse(self._taps.flatten(0, 1))
+        if self._masks:
             assert head.mask_feature is not None
-            features = torch.nn.functional.pad(features, (0, 0, 0, masks))
-            features = torch.where(pair[:, :, None], features, head.mask_feature)
-        none = torch.zeros(size * width, dtype=torch.int64, device=device)
+            pairs, fused = rows.pair[:, :most, None], features.view(len(self._said), most, -1)
+            torch.where(pairs, fused, head.mask_feature, out=self._features[:, :most])
+            features = self._features.flatten(0, 1)
         batch = Batch(
-            torch.where(pair, tokens, head.config.mask_token_id or 0).flatten(),
-            positions.flatten(),
-            torch.arange(0, size * width + 1, width, dtype=torch.int32, device=device),
-            seen[:, 0].int(),
-            torch.zeros(size, dtype=torch.int32, device=device),
-            none,
-            place.tables,
-            place.slots(positions, row < count + masks).view(1, -1),
-            none[:0],
-            first_key=place.first,
+            rows.tokens.flatten(),
+            rows.positions.flatten(),
+            self._cu,
+            rows.seen,
+            self._tree_len,
+            self._words,
+            layout.tables[None],
+            rows.slots.view(1, -1),
+            self._words[:0],
+            first_key=layout.first,
         )
-        hidden, feedback = self._runner.run_rows(batch, features.flatten(0, 1))
-        last = torch.arange(0, size * width, width, device=device)[:, None] + count - 1
-        newest = tokens.gather(1, count - 1)[:, 0]
-        return newest, hidden[last + torch.arange(1 + masks, device=device)], feedback[last[:, 0]]
+        hidden, feedback = runner.run_rows(batch, features)
+        return rows.roots, hidden[rows.last], feedback[rows.last[:, 0]]

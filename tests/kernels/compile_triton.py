@@ -109,6 +109,8 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     qkv = torch.zeros(5, 6144, dtype=torch.bfloat16)
     for caches in (wide, wide.to(torch.float8_e4m3fn)):
         yield "norm_rope_write_kv", (qkv, head, head, 1e-6, slots, angles, angles, *caches, slots)
+    for op in ("draft_grow", "draft_layout", "accepted_pairs"):
+        yield op, list(CASES[op]())[3].args
     pool = torch.zeros(5, 710, dtype=torch.int64)
     yield "tree_build", (pool, pool, pool.float(), slots, slots, 64, 8)
     for op in ("tree_layout", "compaction_slots", "pad_batch", "gather_pairs"):

@@ -91,6 +91,11 @@ def padded(args: Args) -> Args:
     return own, (ids[:1], positions[:1], words[:1], slots[:, :1].contiguous(), *per_sequence, *(field[:1] for field in first))
 
 
+def laid_out(args: Args) -> Args:
+    """The first sequence alone."""
+    return args[0][:1].contiguous(), *args[1:]
+
+
 FIRST: dict[str, Callable[[Args], Args]] = {
     "tree_attention": attention,
     "prefill_attention": attention,
@@ -102,6 +107,7 @@ FIRST: dict[str, Callable[[Args], Args]] = {
     "compaction_slots": compacted,
     "gather_pairs": pairs,
     "pad_batch": padded,
+    "draft_layout": laid_out,
 }
 
 
@@ -137,6 +143,8 @@ def written(op: str, result: Any, args: Args) -> list[Tensor]:
     if op == "pad_batch":
         own, width = args[0], args[1][7].shape[2]
         return [*(own[i][:1] for i in (0, 1, 2, 4, 5, *range(8, len(own)))), own[3][:, :1], own[7][:, :1, :width]]
+    if op == "draft_layout":  # what there is of every depth or pass has those first
+        return [t[:, :1] if name in ("drawn", "positions", "slots") else t[:1] for name, t in result._asdict().items()]
     found = [t[:1] for t in tensors(result)]
     if op in ("decoder_stack", "draft_pass"):
         batch, caches = args[2], args[3].pairs if isinstance(args[3], Store) else args[3]

@@ -26,7 +26,8 @@ def test_every_kernel_compiles_and_fits(capability: int, shared_memory: int, tmp
     used = json.loads(done.stdout.splitlines()[-1])
     small = ("_norm", "_silu_mul", "_rope", "_copy", "_noisy_argmax", "_named_draws", "_quantize")
     fused = ("_norm_fp8", "_silu_mul_fp8", "_clamped_swiglu", "_norm_rope")
-    drafts = ("_verify", "_build", "_walk", "_layout", "_compact", "_pad", "_gather", "_weigh", "_sieve", "_find", "_race", "_merge")
+    drafts = ("_verify", "_build", "_walk", "_compact", "_pad", "_gather", "_weigh", "_sieve", "_find", "_race", "_merge")
+    grown = ("_grow", "_layout", "_pairs")
     experts = ("_route", "_sort", "_gate_up", "_down", "_combine")
-    assert {name.split()[1] for name in used} == {"_attend", *small, *fused, *drafts, *experts}
+    assert {name.split()[1] for name in used} == {"_attend", *small, *fused, *drafts, *grown, *experts}
     assert max(used.values()) <= shared_memory, used
