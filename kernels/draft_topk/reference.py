@@ -30,7 +30,8 @@ def draft_topk(
     share: float,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes in `specdec.ops.draft_topk`. The sums over H are float64, since float32 ones differ with the library's threads; what follows is float32; ties to the lowest draft id."""
+    """Shapes in `specdec.ops.draft_topk`. The sums over H are float64, since float32 ones differ with the library's threads; what follows
+    is float32; ties to the lowest draft id."""
     each = len(hidden) // max(len(temperature), 1)
     temperature, seeds, positions, choices = (t.repeat_interleave(each) for t in (temperature, seeds, positions, choices))
     wide = weight.dequantize() if isinstance(weight, Fp8Weight) else weight.float()
