@@ -1,19 +1,19 @@
 """Milliseconds of a steady decode step on a GPU, at the real size of a model with random weights.
 
     python -m bench.decode [--model llama-3.1-8b …] [--batch 1 8 32] [--accept 0.853 0.728 0.621] [--head eagle3] [--eager] [--wait]
-        [--deterministic] [--policy auto] [--act fp8] [--pdl 0 1] [--cut chosen merged=0]
+        [--deterministic] [--policy auto] [--act fp8] [--storage fp8] [--pdl 0 1] [--cut chosen merged=0]
 
 Prompts of 512 random tokens; the clock runs while all sequences decode, from one step's tokens to the next's. Without `--accept`
 speculation is off; with it every step verifies a chain of as many drafts, accepted at these unconditional rates per position whatever
-they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size: one
-layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
-kernels whose bits do not depend on the batch, `--act fp8` with activations in e4m3 too. `--policy auto` drafts what the policy chooses, at
-most that much, after more steps to learn from; without it every step drafts all. Of steps that drafted it is told what, and how many waited
-for the last verdict. Beside the step its parts as the host sees them, the recorded pass of the target alone, replayed back to back
-(`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time that the weights of a step take at the rate of a plain read,
-which no step can be faster than. `--pdl`: whether launches begin before the last one has ended
-(`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`. Appends to
-`bench/results/decode.jsonl`.
+they are. They cost nothing to find, the price of verification alone, or with `--head` come from a random draft head of the usual size:
+one layer, 32,000 draft tokens. `--eager` goes without CUDA graphs, `--wait` without the host one step behind, `--deterministic` with the
+kernels whose bits do not depend on the batch, `--act fp8` with activations in e4m3 too, `--storage fp8` with the head's weights in e4m3.
+`--policy auto` drafts what the policy chooses, at most that much, after more steps to learn from; without it every step drafts all. Of
+steps that drafted it is told what, and how many waited for the last verdict. Beside the step its parts as the host sees them, the
+recorded pass of the target alone, replayed back to back (`pass_ms`), a prompt alone up to its first token (`prefill_ms`), and the time
+that the weights of a step take at the rate of a plain read, which no step can be faster than. `--pdl`: whether launches begin before the
+last one has ended (`triton_common.early`). `--cut`: fields of the attention's `Tiling` to change, as in `bench.kernels_attention`.
+Appends to `bench/results/decode.jsonl`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from bench.schema import ROOT, append, environment
 from specdec.boot import build_engine, load_target
 from specdec.config import ACT_DTYPES, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
+from specdec.models.head_load import DRAFT_QUANTIZATIONS
 from specdec.models.load import LoadedModel
 
 MODELS = tuple(sorted(path.parent.name for path in (ROOT / "data" / "models").glob("*/config.json")))
@@ -63,13 +64,18 @@ def config_of(
     deterministic: bool = False,
     policy: str = "fixed",
     act: str = "auto",
+    storage: str | None = None,
 ) -> EngineConfig:
-    """head: method and directory of the draft head that finds the drafts, None = they are known."""
+    """storage: of the head's weights, as `draft_quantization`.
+
+    head: method and directory of the draft head that finds the drafts, None = they are known."""
     spec, longest = SpecConfig(method="off"), PROMPT + 64 + (OUTPUT if policy == "fixed" else LEARNT)
     if accept:
         method, path = head or ("oracle", None)
         forced = {"policy": policy, "verify": "synthetic", "synthetic_acceptance": tuple(accept)}
-        spec = SpecConfig(method=method, head=path, nodes=len(accept) + 1, depth=len(accept), width=1, **forced)
+        spec = SpecConfig(
+            method=method, head=path, nodes=len(accept) + 1, depth=len(accept), width=1, draft_quantization=head and storage, **forced
+        )
     return EngineConfig(
         model=model,
         speculation=spec,
@@ -202,7 +208,7 @@ def records(
     **how: Any,
 ) -> Iterator[dict[str, Any]]:
     """One for each number of sequences and way to launch, as in `launched`. model: a name in MODELS. how: eager, wait, deterministic,
-    policy, act."""
+    policy, act, storage."""
     target = load_target(config_of(directory(model), 1, [], **how))
     least, prompt = round(floor(target), 3), prefill_ms(config_of(directory(model), 1, [], **how), target)
     head = None if method is None else (method, promising(target, method, accept))
@@ -232,6 +238,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="kernels whose bits do not depend on the batch; what they cost")
     parser.add_argument("--policy", choices=("fixed", "auto"), default="fixed", help="who decides what is drafted")
     parser.add_argument("--act", choices=ACT_DTYPES, default="auto", help="what FP8 weights are multiplied by; fp8 = W8A8")
+    parser.add_argument("--storage", choices=DRAFT_QUANTIZATIONS, help="of the head's weights; bfloat16 without")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument(
         "--pdl", type=int, nargs="+", choices=range(2), default=[None], help="0 = launches wait for the end of the one before"
@@ -239,7 +246,14 @@ def main() -> None:
     parser.add_argument("--cut", nargs="+", default=["chosen"], help="fields of the attention's launch to change, as merged=0,alone=0")
     args = parser.parse_args()
     launches = list(product(args.pdl, args.cut))
-    ways = {"eager": args.eager, "wait": args.wait, "deterministic": args.deterministic, "policy": args.policy, "act": args.act}
+    ways = {
+        "eager": args.eager,
+        "wait": args.wait,
+        "deterministic": args.deterministic,
+        "policy": args.policy,
+        "act": args.act,
+        "storage": args.storage,
+    }
     for model in args.model:
         for record in records(model, args.batch, args.accept, args.steps, args.head, launches, **ways):
             append("decode", environment() | record)
@@ -249,6 +263,7 @@ def main() -> None:
                 "fixed": args.deterministic,
                 "a8": args.act == "fp8",
                 "auto": args.policy == "auto",
+                f"head {args.storage}": args.storage is not None,
             }
             how = " ".join(name for name, on in flags.items() if on) or "graphs"
             line = f"{model:20} {args.head or ''} batch {record['batch']:3} {how:11} {record['ms']:8.3f} ms, floor {record['floor_ms']}"

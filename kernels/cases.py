@@ -17,10 +17,10 @@ from specdec.kernels.clamped_swiglu import cases as clamped
 from specdec.kernels.compaction_slots import cases as compaction
 from specdec.kernels.coupled_verify import cases as verify
 from specdec.kernels.draft_grow import cases as grow
-from specdec.kernels.draft_layout import cases as layout
+from specdec.kernels.draft_layout import cases as draft_rows
 from specdec.kernels.draft_topk import cases as topk
 from specdec.kernels.fp8_linear import cases as fp8
-from specdec.kernels.gather_pairs import cases as pairs
+from specdec.kernels.gather_pairs import cases as gather
 from specdec.kernels.inputs import Rows, attention_batch, chain, generator, random_tree, star
 from specdec.kernels.int4_linear import cases as int4
 from specdec.kernels.linear.tiles import FLOATS, HEADER, KINDS, RAW_BYTES, TiledWeight, pack_blocks, pack_dense, pack_fp8
@@ -282,13 +282,13 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     **moe.CASES,
     **verify.CASES,
     **build.CASES,
-    **layout.CASES,
+    **draft_rows.CASES,
     **compaction.CASES,
     **pairs.CASES,
     **pad.CASES,
     **topk.CASES,
     **layout.CASES,
-    **pairs.CASES,
+    **gather.CASES,
     **grow.CASES,
     **norm_fp8.CASES,
     **silu_fp8.CASES,

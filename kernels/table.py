@@ -22,7 +22,7 @@ from specdec.kernels.cuda_library import missing, missing_products
 from specdec.kernels.decoder_stack import cuda as stack_cuda
 from specdec.kernels.decoder_stack import reference as stack_reference
 from specdec.kernels.draft_grow import reference as grow_reference
-from specdec.kernels.draft_layout import reference as layout_reference
+from specdec.kernels.draft_layout import reference as draft_rows_reference
 from specdec.kernels.draft_pass import cuda as draft_cuda
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
@@ -31,7 +31,7 @@ from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import cuda as fp8_cuda
 from specdec.kernels.fp8_linear import reference as fp8_reference
 from specdec.kernels.fp8_linear import widened as fp8_widened
-from specdec.kernels.gather_pairs import reference as pairs_reference
+from specdec.kernels.gather_pairs import reference as gather_reference
 from specdec.kernels.int4_linear import cuda as int4_cuda
 from specdec.kernels.int4_linear import reference as int4_reference
 from specdec.kernels.linear import reference as linear_reference
@@ -226,13 +226,13 @@ _NORM_ROPE_CPU = Backend("cpu", _NORM_ROPE, ("cpu",), _norm_rope_rejects, missin
 _beside_triton("norm_rope_write_kv", norm_rope_reference.norm_rope_write_kv, _NORM_ROPE_CPU)
 _beside_triton("draft_topk", topk_reference.draft_topk)
 _beside_triton("draft_grow", grow_reference.draft_grow)
-_beside_triton("draft_layout", layout_reference.draft_layout)
+_beside_triton("draft_layout", draft_rows_reference.draft_layout)
 _beside_triton("accepted_pairs", pairs_reference.accepted_pairs)
 _beside_triton("tree_build", build_reference.tree_build)
 _beside_triton("tree_layout", layout_reference.tree_layout)
 _beside_triton("pad_batch", pad_reference.pad_batch)
 _beside_triton("compaction_slots", compaction_reference.compaction_slots)
-_beside_triton("gather_pairs", pairs_reference.gather_pairs)
+_beside_triton("gather_pairs", gather_reference.gather_pairs)
 
 
 def _register_product(name: str, reference: Callable[..., Any], *others: Backend, cuda: Backend | None = None) -> Op:

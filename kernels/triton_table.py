@@ -10,11 +10,11 @@ from specdec.kernels.clamped_swiglu import triton as clamped
 from specdec.kernels.compaction_slots import triton as compaction
 from specdec.kernels.coupled_verify import triton as verify
 from specdec.kernels.draft_grow import triton as grow
-from specdec.kernels.draft_layout import triton as layout
+from specdec.kernels.draft_layout import triton as draft_rows
 from specdec.kernels.draft_topk import triton as topk
 from specdec.kernels.fp8_fp8_linear import triton as fp8_fp8
 from specdec.kernels.fp8_linear import triton as fp8
-from specdec.kernels.gather_pairs import triton as pairs
+from specdec.kernels.gather_pairs import triton as gather
 from specdec.kernels.int4_linear import triton as int4
 from specdec.kernels.linear import triton as linear
 from specdec.kernels.mass_cut import triton as cut
@@ -89,13 +89,13 @@ BACKENDS: dict[str, Backend] = {
     "mass_cut": _backend(cut.mass_cut, cut.rejects),
     "draft_topk": _backend(topk.draft_topk, topk.rejects),
     "draft_grow": _backend(grow.draft_grow, grow.rejects),
-    "draft_layout": _backend(layout.draft_layout, layout.rejects),
+    "draft_layout": _backend(draft_rows.draft_layout, draft_rows.rejects),
     "accepted_pairs": _backend(pairs.accepted_pairs, pairs.rejects),
     "tree_build": _backend(build.tree_build, build.rejects),
     "tree_layout": _backend(layout.tree_layout, layout.rejects),
     "pad_batch": _backend(pad.pad_batch, pad.rejects),
     "compaction_slots": _backend(compaction.compaction_slots, compaction.rejects),
-    "gather_pairs": _backend(pairs.gather_pairs, pairs.rejects),
+    "gather_pairs": _backend(gather.gather_pairs, gather.rejects),
     "tree_walk": _backend(walk.tree_walk, walk.rejects),
     "coupled_verify": _backend(verify.coupled_verify, verify.rejects),
 }

@@ -474,7 +474,7 @@ def norm_rope_write_kv(
 
 def draft_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     temperature: Tensor,
     target_ids: Tensor | None,
     seeds: Tensor,
@@ -487,9 +487,9 @@ def draft_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A draft head's output layer and the best `width` of the race logits / temperature + share · noise, in one op.
 
-    hidden [R,H], weight [Vd,H] of its dtype, temperature [R] f32, target_ids [Vd] i64 (None = the draft has the target's vocabulary),
-    seeds, positions, choices [R] i64, noisy [R] bool (None = no row); or temperature and these of B sequences [B], which have R / B rows
-    each, side by side. Returns (target ids [R,width] i64, best first, their shares of
+    hidden [R,H], weight [Vd,H] of its dtype, or e4m3 with a scale a row or for all, temperature [R] f32, target_ids [Vd] i64 (None = the
+    draft has the target's vocabulary), seeds, positions, choices [R] i64, noisy [R] bool (None = no row); or temperature and these of B
+    sequences [B], which have R / B rows each, side by side. Returns (target ids [R,width] i64, best first, their shares of
     the race's softmax [R,width] f32, log-sum-exp [R] f32 of logits / temperature).
     """
     keys = seeds, positions, choices, noisy

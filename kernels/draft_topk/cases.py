@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from specdec.kernels.case import Case, randn
+from specdec.kernels.fp8_linear.weight import LARGEST, Fp8Weight
 from specdec.kernels.inputs import generator
 
 
@@ -19,6 +20,14 @@ def _case(rows: int, vocab: int, hidden: int, width: int, *, mapped: bool, sampl
     args = (randn(rows, hidden), weight, torch.linspace(0.5, 1.3, max(rows, 1))[:rows], table, *keys, noisy, 0, 0.7, width)
     name = f"{rows}x{vocab}x{hidden}, {width}{' mapped' * mapped}{' sampled' * sampled}"
     return Case(name, args, row_args=(0, 2, 4, 5, 6, 7) if sampled else (0, 2, 4, 5, 6))
+
+
+def _quantised(case: Case, *, each: bool) -> Case:
+    """With the weight in e4m3, a scale EACH row or one for all."""
+    weight = case.args[1]
+    scale = weight.abs().amax(dim=1 if each else (0, 1)).reshape(-1) / LARGEST
+    weight = Fp8Weight((weight / scale[:, None]).to(torch.float8_e4m3fn), scale)
+    return Case(f"{case.name}, e4m3", (case.args[0], weight, *case.args[2:]), row_args=case.row_args)
 
 
 def _cases() -> Iterator[Case]:
@@ -35,6 +44,8 @@ def _cases() -> Iterator[Case]:
     for rows in (33, 70, 131):  # each its own tile of rows, the last two of them
         yield _case(rows, 200, 72, 5, mapped=True, sampled=True, scale=4.0)
     yield _case(3, 500, 64, 8, mapped=False, sampled=True, scale=0.1)
+    for rows, vocab, each in ((1, 200, True), (6, 300, True), (40, 130, False)):
+        yield _quantised(_case(rows, vocab, 72, 5, mapped=True, sampled=True, scale=4.0), each=each)
     shared = _case(9, 300, 40, 4, mapped=True, sampled=True, scale=4.0)  # three rows of each sequence
     yield Case("9 rows of 3", tuple(a[:3] if i in (2, 4, 5, 6, 7) else a for i, a in enumerate(shared.args)))
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.linear.reference import rowwise_linear
 from specdec.kernels.noise import reference as noise
 
 
 def draft_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     temperature: Tensor,
     target_ids: Tensor | None,
     seeds: Tensor,
@@ -29,10 +30,12 @@ def draft_topk(
     share: float,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes in `specdec.ops.draft_topk`. The sums over H are float32, and so is all that follows; ties to the lowest draft id."""
+    """Shapes in `specdec.ops.draft_topk`. The sums over H are float64, since float32 ones differ with the library's threads; what follows
+    is float32; ties to the lowest draft id."""
     each = len(hidden) // max(len(temperature), 1)
     temperature, seeds, positions, choices = (t.repeat_interleave(each) for t in (temperature, seeds, positions, choices))
-    scores = rowwise_linear(hidden.float(), weight.float()) / temperature[:, None]
+    wide = weight.dequantize() if isinstance(weight, Fp8Weight) else weight.float()
+    scores = rowwise_linear(hidden.double(), wide.double()).float() / temperature[:, None]
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = torch.arange(weight.shape[0], device=hidden.device) if target_ids is None else target_ids
     race = scores

@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.noise.triton import near_gumbel, words
-from specdec.kernels.triton_common import dot, ordered
+from specdec.kernels.triton_common import capability, dot, ordered
+from specdec.kernels.triton_e4m3 import native, widen_finite
 
 _PART = 64  # tokens of which the best and the sums are kept
 _STAGED = 110 << 10  # bytes of shared memory that stages may take: of a multiprocessor's two programs each
@@ -28,13 +30,18 @@ _MOST = 64  # candidates a row
 _PARTS = 1 << 14  # what the merging program holds
 
 
-def rejects(hidden: Tensor, weight: Tensor, *rest: object) -> str | None:
+def rejects(hidden: Tensor, weight: Tensor | Fp8Weight, *rest: object) -> str | None:
     """Why this kernel cannot run the call, or None."""
-    width = rest[-1]
+    width, numbers = rest[-1], weight.data if isinstance(weight, Fp8Weight) else weight
     assert isinstance(width, int)
-    if hidden.dtype is not weight.dtype or hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if isinstance(weight, Fp8Weight):
+        if weight.blocked:
+            return "it takes e4m3 weights with a scale a row or for all"
+    elif hidden.dtype is not weight.dtype:
         return f"{hidden.dtype} by {weight.dtype}; it takes equal floats of 16 or 32 bits"
-    if not (hidden.is_contiguous() and weight.is_contiguous()):
+    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"{hidden.dtype}; it takes floats of 16 or 32 bits"
+    if not (hidden.is_contiguous() and numbers.is_contiguous()):
         return "hidden and weight must be dense"
     too_many = not 1 <= width <= min(_MOST, weight.shape[0]) or weight.shape[0] > _PARTS * _PART
     return f"{width} of {weight.shape[0]} candidates; it takes up to {_MOST} of {_PARTS * _PART}" if too_many else None
@@ -47,7 +54,7 @@ def _shape(row_tile: int, size: int) -> tuple[int, int, int, int]:
 
 def draft_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     temperature: Tensor,
     target_ids: Tensor | None,
     seeds: Tensor,
@@ -68,8 +75,10 @@ def draft_topk(
     mass = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return ids, chances, mass
-    row_tile = min(128, max(16, triton.next_power_of_2(rows))) if weight.element_size() == 2 else 16
-    columns, step, warps, stages = shape or _shape(row_tile, weight.element_size())
+    row_tile = min(128, max(16, triton.next_power_of_2(rows))) if hidden.element_size() == 2 else 16
+    columns, step, warps, stages = shape or _shape(row_tile, hidden.element_size())
+    codes = isinstance(weight, Fp8Weight)
+    numbers, scale = (weight.data.view(torch.uint8), weight.scale) if isinstance(weight, Fp8Weight) else (weight, hidden)
     parts = triton.cdiv(vocab, columns) * (columns // _PART)
     race = torch.empty((rows, vocab), dtype=torch.float32, device=device)
     sums = torch.empty((4, rows, parts), dtype=torch.float32, device=device)  # race: largest, sum; scores: largest, sum
@@ -77,8 +86,9 @@ def draft_topk(
     keys = [t.contiguous() for t in (seeds, positions, choices)] + [seeds if noisy is None else noisy.contiguous()]
     table = target_ids if mapped else seeds
     _race[(triton.cdiv(rows, row_tile), triton.cdiv(vocab, columns))](
-        hidden, weight, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, rows // len(temperature), vocab, parts,
-        DEPTH=depth, NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=2 * warps, COLUMNS=columns, PART=_PART, STEP=step,
+        hidden, numbers, scale, temperature.contiguous(), table, *keys, race, sums, purpose, share, rows, rows // len(temperature), vocab,
+        parts, CODES=codes, EACH=scale.numel() > 1, NATIVE=native(device), PACK=2 if capability(device) >= 90 else 4, DEPTH=depth,
+        NOISE=noise, MAPPED=mapped, ROWS=row_tile, CHUNK=2 * warps, COLUMNS=columns, PART=_PART, STEP=step,
         EVEN=depth % step == 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     slots = triton.next_power_of_2(width)
@@ -100,9 +110,11 @@ def _sum_of_exp(x, axis: tl.constexpr):
 @triton.jit
 def _product(
     hidden, weight, row, column, rows, vocab,
+    CODES: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[COLUMNS, ROWS]. Columns past the end read the last one again, which needs no mask; rows past the end read nothing."""
+    """[COLUMNS, ROWS]. Columns past the end read the last one again, which needs no mask; rows past the end read nothing. CODES: of e4m3,
+    PACK of them to a register, not yet scaled."""
     at_column = weight + tl.minimum(column, vocab - 1).to(tl.int64)[:, None] * DEPTH
     at_row = hidden + row.to(tl.int64)[None, :] * DEPTH
     present = (row < rows)[None, :]
@@ -113,24 +125,30 @@ def _product(
             w = tl.load(at_column + place[None, :])
             x = tl.load(at_row + place[:, None], mask=present, other=0.0)
         else:
-            w = tl.load(at_column + place[None, :], mask=(place < DEPTH)[None, :], other=0.0)
+            w = tl.load(at_column + place[None, :], mask=(place < DEPTH)[None, :], other=0)
             x = tl.load(at_row + place[:, None], mask=present & (place < DEPTH)[:, None], other=0.0)
+        if CODES:
+            w = widen_finite(w, x.dtype, NATIVE, PACK)
         total = dot(w, x, total)
     return total
 
 
 @triton.jit(do_not_specialize=["purpose", "rows", "each", "parts"])
 def _race(
-    hidden, weight, temperatures, target_ids, seeds, positions, choices, noisy, races, sums, purpose, share, rows, each, vocab, parts,
-    DEPTH: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+    hidden, weight, scales, temperatures, target_ids, seeds, positions, choices, noisy, races, sums, purpose, share, rows, each, vocab,
+    parts, CODES: tl.constexpr, EACH: tl.constexpr, NATIVE: tl.constexpr, PACK: tl.constexpr, DEPTH: tl.constexpr, NOISE: tl.constexpr,
+    MAPPED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, vocabulary tiles). each: rows that share a key. races [R,V]; sums [4,R,parts], of PART columns each."""
+    """Grid (row tiles, vocabulary tiles). each: rows that share a key. CODES: the weight is e4m3, with a scale for all, or EACH row.
+    races [R,V]; sums [4,R,parts], of PART columns each."""
     first = tl.program_id(0) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (column < vocab)[None, :]
     every = first + tl.arange(0, ROWS)
-    total = _product(hidden, weight, every, column, rows, vocab, DEPTH, ROWS, COLUMNS, STEP, EVEN)
+    total = _product(hidden, weight, every, column, rows, vocab, CODES, NATIVE, PACK, DEPTH, ROWS, COLUMNS, STEP, EVEN)
+    if CODES:
+        total *= tl.load(scales + tl.where(EACH, tl.minimum(column, vocab - 1), 0))[:, None]
     there = (every < rows)[None, :] & (column < vocab)[:, None]
     tl.store(races + every.to(tl.int64)[None, :] * vocab + column[:, None], total, mask=there)
     tl.debug_barrier()  # what threads stored, others load

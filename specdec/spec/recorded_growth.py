@@ -22,6 +22,8 @@ from specdec import ops, rng
 from specdec.budget import beam
 from specdec.config import MAX_NODES
 from specdec.kernels.draft_grow.reference import NextBeam
+from specdec.kernels.fp8_linear.weight import Fp8Weight
+from specdec.quant.fp8 import Fp8Linear
 from specdec.quant.none import Dense
 from specdec.runner.graphs import SEQUENCES, Outputs, Recorder, fitting
 from specdec.spec.growth import Pool, beam_widths
@@ -31,6 +33,7 @@ from specdec.transfer import arrival
 from specdec.types import Batch, Scheduled
 
 if TYPE_CHECKING:
+    from specdec.models.draft_heads import DraftHead
     from specdec.sampling import SamplingState
     from specdec.spec.head_kv import HeadRunner
 
@@ -77,6 +80,15 @@ def host_drafts(told: list[Any]) -> list[HostDraft]:
     return [HostDraft(*(column[:n] for column in row)) for *row, n in zip(tokens, parents, scores, cells, counts, strict=True)]
 
 
+def output_weight(head: DraftHead) -> Tensor | Fp8Weight | None:
+    """Of its output layer, if `ops.draft_topk` takes it: of the head's dtype, or e4m3 with a scale a row."""
+    method = head.lm_head.method
+    if isinstance(method, Fp8Linear):
+        weight = method.weight
+        return weight if isinstance(weight, Fp8Weight) and not weight.blocked and not method.act_fp8 else None
+    return method.weight if isinstance(method, Dense) and method.weight.dtype == head.dtype else None
+
+
 class RecordedDrafts:
     """The recorded drafts of one head. A head that feeds its own state back runs a beam, the other one has all its rows already."""
 
@@ -87,9 +99,7 @@ class RecordedDrafts:
     @property
     def able(self) -> bool:
         """Whether a recording can make any drafts of this head."""
-        head = self._drafter.head
-        method = head.lm_head.method
-        return self._drafter.noise_coupled and isinstance(method, Dense) and method.weight.dtype == head.dtype
+        return self._drafter.noise_coupled and output_weight(self._drafter.head) is not None
 
     def fit(self, shares: list[Scheduled], depths: list[int], sampling: SamplingState) -> bool:
         """Whether a recording can make these drafts."""
@@ -136,10 +146,10 @@ class Recorded(ABC):
     def __init__(
         self, drafter: HeadDrafter, runner: HeadRunner, padded: list[Scheduled], depth: int, sampling: SamplingState, *, follows: bool
     ):
-        head, method, size, budget = drafter.head, drafter.head.lm_head.method, len(padded), padded[0].budget
-        assert isinstance(method, Dense)
+        head, weight, size, budget = drafter.head, output_weight(drafter.head), len(padded), padded[0].budget
+        assert weight is not None
         self._runner, self._head, self._depth, self._most = runner, head, depth, budget.nodes
-        self._weight, self._ids, self._share = method.weight, head.target_ids, head.config.noise_share
+        self._weight, self._ids, self._share = weight, head.target_ids, head.config.noise_share
         self._sampling, self._rated = sampling, drafter.scores
         self._samples = sampling.samples([s.seq.request_slot for s in padded])
         self._width = min(budget.width, head.config.draft_vocab_size)
@@ -197,7 +207,7 @@ class Recorded(ABC):
         """(target ids i64, chances f32) of the candidates at `depth`, each [rows, width]."""
         layout = self._layout
         keys = layout.seed, layout.drawn[depth - 1], layout.choice, layout.noisy if self._samples else None
-        law = hidden.to(self._weight.dtype), self._weight, layout.temperature, self._ids
+        law = hidden.to(self._head.dtype), self._weight, layout.temperature, self._ids
         ids, chances, _ = ops.draft_topk(*law, *keys, rng.TARGET, self._share, self._width)
         return ids, chances
 

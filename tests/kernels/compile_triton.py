@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.cases import CASES
+from specdec.kernels.fp8_linear.weight import Fp8Weight
 from specdec.kernels.inputs import Rows, attention_batch, random_tree
 from specdec.kernels.moe_experts import triton as experts
 from specdec.kernels.moe_experts.cases import KINDS, experts_of
@@ -98,7 +99,9 @@ def small_calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     w = torch.zeros(32000, 4096, dtype=torch.bfloat16)
     for rows in (5, 80):
         row = torch.zeros(rows, dtype=torch.int64)
-        yield "draft_topk", (w[:rows], w, torch.ones(rows), torch.arange(32000), row, row, row, row > 2, 0, 0.7, 10)
+        law = torch.ones(rows), torch.arange(32000), row, row, row, row > 2, 0, 0.7, 10
+        yield "draft_topk", (w[:rows], w, *law)
+        yield "draft_topk", (w[:rows], Fp8Weight(w.to(torch.float8_e4m3fn), torch.ones(32000)), *law)
     yield "mass_cut", (torch.zeros(5, 128256), torch.zeros(5, 128256), torch.zeros(5))
     yield "rms_norm_fp8", (x, weight, 1e-5)
     yield "add_rms_norm_fp8", (*torch.zeros(2, 5, 8192, dtype=torch.bfloat16), torch.zeros(8192, dtype=torch.bfloat16), 1e-5)
