@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.tree_layout.reference import device_slots
+
 # of `SamplingState`: temperature [S] f32, seed, length, choice [S] i64, noisy [S] bool, end_ids [S, E] i64
 Laws = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,8 +34,7 @@ class DraftLayout(NamedTuple):
 
 def paged(tables: Tensor, cells: Tensor, block_size: int) -> Tensor:
     """[B, k] i64 flat slots of cells [B, k] i64 of sequences with tables [B, M]; cells beyond the tables are the last one's."""
-    cells = cells.clamp(max=tables.shape[1] * block_size - 1)
-    return tables.gather(1, cells // block_size).long() * block_size + cells % block_size
+    return device_slots(tables[None], cells.clamp(max=tables.shape[1] * block_size - 1), block_size)[0]
 
 
 def draft_layout(columns: Tensor, laws: Laws, depth: int, passes: int, width: int, block_size: int) -> DraftLayout:
