@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -53,6 +52,9 @@ class BatchBuilder:
         self._tables = tables.numpy()  # shares memory
         self.block_size = block_size
         self.device = device
+        self._sent: tuple[list[int], np.ndarray, torch.Tensor, torch.Tensor] | None = (
+            None  # slots and tables, as they are and on the device
+        )
 
     def build(self, plan: StepPlan, tree: DraftTree) -> Batch:
         """`tree` holds one tree per sampling share of `plan`, in plan order, on the host."""
@@ -70,24 +72,36 @@ class BatchBuilder:
             b += share.samples
         return self._tensors([share.seq.request_slot for share in plan.scheduled], rows)
 
-    def follow(self, seqs: Seq[Sequence], tokens: torch.Tensor) -> Batch:
-        """A plain decode row of each sequence, for the token that the step under way gives it: tokens [B] i64, on the device."""
-        rows = _Rows()
-        for row, seq in enumerate(seqs):
-            position = len(seq.tokens)
-            rows.ids.append(0)
-            rows.positions.append(position)
-            rows.cells.append(position)
-            rows.words.append(0)
-            rows.logit_rows.append(row)
-            rows.close(position, 0, seq.request_slot)
-        return replace(self._tensors([seq.request_slot for seq in seqs], rows), input_ids=tokens)
+    def follow(self, seqs: Seq[Sequence], tokens: torch.Tensor, lengths: torch.Tensor) -> Batch:
+        """A plain decode row of each sequence, for the token that the step under way gives it: tokens [B] i64; lengths [S] i64, of tokens
+        by request slot, that one included; both on the device."""
+        slots, tables = self.tables_of(seqs)
+        batch, device = len(seqs), self.device
+        nothing = constant((0,) * batch, device)
+        laid = ops.tree_layout(tokens[:, None], nothing[:, None], constant((1,) * batch, device), lengths, slots, tables, self.block_size)
+        return Batch(
+            input_ids=tokens,
+            positions=laid.positions,
+            cu_query=constant(tuple(range(batch + 1)), device, np.int32),
+            ctx_lens=laid.ctx_lens,
+            tree_len=constant((0,) * batch, device, np.int32),
+            tree_mask=nothing,
+            block_tables=tables,
+            slot_mapping=laid.slot_mapping,
+            logit_rows=constant(tuple(range(batch)), device),
+            causal=True,
+        )
 
     def tables_of(self, seqs: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(request slots [B] i64, block tables [G, B, M] i32) of the sequences, on the device, as far as the longest reaches."""
+        """(request slots [B] i64, block tables [G, B, M] i32) of the sequences, on the device, as far as the longest reaches. Not to be
+        written to: they are sent again only where they have changed."""
         slots, longest = [seq.request_slot for seq in seqs], max(len(seq.block_tables[0]) for seq in seqs)
-        request_slots, tables = send_all([np.array(slots), np.ascontiguousarray(self._tables[:, slots, :longest])], self.device)
-        return request_slots, tables
+        tables = np.ascontiguousarray(self._tables[:, slots, :longest])
+        sent = self._sent
+        if sent is None or sent[0] != slots or not np.array_equal(sent[1], tables):
+            on_device = send_all([np.array(slots), tables], self.device)
+            self._sent = sent = slots, tables, on_device[0], on_device[1]
+        return sent[2], sent[3]
 
     def trees(
         self,

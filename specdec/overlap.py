@@ -83,7 +83,7 @@ class Launcher:
         if not seqs or not self._scheduler.extend({seq: len(seq.tokens) + 1 for seq in seqs}):
             return None
         plan = StepPlan(tuple(Scheduled(seq, 1, True) for seq in seqs))
-        batch = self._builder.follow(seqs, only_rows(flight.verdict.committed, index)[:, 0])
+        batch = self._builder.follow(seqs, only_rows(flight.verdict.committed, index)[:, 0], self._sampling.length)
         return self.launch(plan, root_only([0] * len(seqs)), start, batch)
 
 

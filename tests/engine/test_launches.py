@@ -132,4 +132,4 @@ def test_of_a_step_that_drafts_trees(launches: Launches) -> None:
 def test_of_a_plain_step(temperature: float, launches: Launches) -> None:
     target = engine("off", overlap=True, dtype="bfloat16")
     for names in followed(target, launches, target.launcher, 3, temperature):
-        assert parts(names) == [["pad_batch"], BEHIND[1:]]
+        assert parts(names) == [["tree_layout", "pad_batch"], BEHIND[1:]]
