@@ -37,4 +37,8 @@ def coupled_verify(
     else:
         keys = seeds[slots], lengths[slots] + depths, choices[slots], noisy[slots]
     token = argmax(scores, *keys, purpose)
-    return token, logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).logsumexp(-1) if lse else None
+    if not lse:
+        return token, None
+    # in float64, since the library parts the row among its threads and float32 sums would show it
+    wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return token, wide.logsumexp(-1).float()
