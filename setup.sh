@@ -39,7 +39,7 @@ if ! "$py" -c 'import torch, sys; v = tuple(int(x) for x in torch.__version__.sp
             "$py" -m pip install -q -c constraints.txt torch --extra-index-url https://download.pytorch.org/whl/cpu
     fi
 fi
-echo "installing specdec"
+echo "installing specdec: its dependencies and the C++ kernels, some minutes"
 "$py" -m pip install -q "setuptools>=77" wheel ninja
 constraints=(); [ $cuda = yes ] || constraints=(-c constraints.txt)
 "$py" -m pip install -q "${constraints[@]}" --no-build-isolation -e .
