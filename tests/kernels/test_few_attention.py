@@ -72,8 +72,7 @@ def emulate(batch: Batch, how: dict[str, Any], blocks: int, seed: int = 0) -> Te
     return out
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 8])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "blocks"), [*((name, 3) for name in CASES), ("ragged, group 4", 1), ("decode", 8)])
 def test_on_the_emulated_machine(name: str, blocks: int) -> None:
     """With more blocks than chunks too, and begun ahead or not."""
     batch, how = example(name)
