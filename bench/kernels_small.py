@@ -24,6 +24,7 @@ from torch import Tensor
 from bench.cuda_timing import call_seconds, copies, read_microseconds
 from bench.schema import append, environment
 from specdec import ops
+from specdec.kernels.cases import CASES
 from specdec.kernels.inputs import chain, grown_pool, random_tree
 from specdec.kernels.pad_batch.reference import zeroed
 from specdec.rows import RowInfo
@@ -232,8 +233,31 @@ def _layouts(device: str, batch: int, nodes: int, width: int, blocks: int) -> It
     yield Work("gather_pairs", size, 2 * 2 * rows * width, pairs)
 
 
+def recorded_work(device: str) -> Iterator[Work]:
+    """What a recorded draft does besides its head's passes and races, in the shapes of its tests: launches, not bytes."""
+    for op in ("draft_layout", "accepted_pairs", "draft_grow"):
+        for case in CASES[op]():
+            tensors = [part for part in _tensors(case.args) if part.numel()]
+            if len(tensors[0]):
+                yield Work(op, case.name, sum(part.nbytes for part in tensors), lambda seed, args=case.args: _copied(args, device))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _copied(value: Any, device: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copied(part, device) for part in value)
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
 GROUPS: tuple[Callable[[str], Iterator[Work]], ...] = (
-    *(verify_work, cut_work, row_work, rope_work, draft_work, cache_work, walk_work, layout_work),
+    *(verify_work, cut_work, row_work, rope_work, draft_work, cache_work, walk_work, layout_work, recorded_work),
 )
 
 

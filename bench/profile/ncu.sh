@@ -30,6 +30,9 @@ case $op in
   compaction_slots) own=_compact ;;
   pad_batch) own='_pad$' ;;
   gather_pairs) own=_gather ;;
+  draft_layout) own=_layout ;;
+  accepted_pairs) own=_pairs ;;
+  draft_grow) own=_grow ;;
   *) echo "ncu.sh: no benchmark runs a GPU kernel of the op '$op'" >&2; exit 1 ;;
 esac
 ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu /opt/nvidia/nsight-compute/*/ncu 2>/dev/null | tail -1)

@@ -35,7 +35,7 @@ def draft_topk(
     each = len(hidden) // max(len(temperature), 1)
     temperature, seeds, positions, choices = (t.repeat_interleave(each) for t in (temperature, seeds, positions, choices))
     wide = weight.dequantize() if isinstance(weight, Fp8Weight) else weight.float()
-    scores = rowwise_linear(hidden.double(), wide.double()).float() / temperature[:, None]
+    scores = rowwise_linear(hidden.float(), wide) / temperature[:, None]
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = torch.arange(weight.shape[0], device=hidden.device) if target_ids is None else target_ids
     race = scores

@@ -15,10 +15,12 @@ def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rowwise_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """As `dense_linear`, one row per library call on a fresh copy: bits do not depend on M or on memory alignment."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    """As `dense_linear`, one row per library call on a fresh copy: bits do not depend on M or on memory alignment. float32 is added up in
+    float64, where it does not show how the library parts the work among its threads."""
+    out, wide = x.new_empty(x.shape[0], weight.shape[0]), torch.float64 if x.dtype is torch.float32 else x.dtype
+    weight = weight.to(wide)
     for i in range(x.shape[0]):
-        out[i] = F.linear(x[i : i + 1].clone(), weight)[0]
+        out[i] = F.linear(x[i : i + 1].to(wide, copy=True), weight)[0]
     return out
 
 
