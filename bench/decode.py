@@ -66,15 +66,20 @@ def config_of(
     act: str = "auto",
     storage: str | None = None,
 ) -> EngineConfig:
-    """storage: of the head's weights, as `draft_quantization`.
-
-    head: method and directory of the draft head that finds the drafts, None = they are known."""
+    """head: method and directory of the draft head that finds the drafts, None = they are known. storage: of its weights, as
+    `draft_quantization`."""
     spec, longest = SpecConfig(method="off"), PROMPT + 64 + (OUTPUT if policy == "fixed" else LEARNT)
     if accept:
         method, path = head or ("oracle", None)
         forced = {"policy": policy, "verify": "synthetic", "synthetic_acceptance": tuple(accept)}
         spec = SpecConfig(
-            method=method, head=path, nodes=len(accept) + 1, depth=len(accept), width=1, draft_quantization=head and storage, **forced
+            method=method,
+            head=path,
+            nodes=len(accept) + 1,
+            depth=len(accept),
+            width=1,
+            draft_quantization=storage if head else None,
+            **forced,
         )
     return EngineConfig(
         model=model,

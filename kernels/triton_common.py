@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels import cuda_fragments
+
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRET = tl.constexpr(INTERPRETED)
 
@@ -58,8 +60,7 @@ def capability(device: torch.device) -> int:
         return 0
     if device.type != "cuda":
         return int(triton.runtime.driver.active.get_current_target().arch)
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return cuda_fragments.capability(device)
 
 
 def early(device: torch.device, wanted: bool | None = None) -> dict[str, Any]:

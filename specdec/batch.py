@@ -16,6 +16,7 @@ from specdec.transfer import constant, send, send_all
 from specdec.types import Batch
 
 if TYPE_CHECKING:
+    from specdec.kernels.tree_layout.reference import TreeLayout
     from specdec.sequence import Sequence
     from specdec.types import DraftTree, Scheduled, StepPlan
 
@@ -52,9 +53,7 @@ class BatchBuilder:
         self._tables = tables.numpy()  # shares memory
         self.block_size = block_size
         self.device = device
-        self._sent: tuple[list[int], np.ndarray, torch.Tensor, torch.Tensor] | None = (
-            None  # slots and tables, as they are and on the device
-        )
+        self._sent: tuple[list[int], np.ndarray, torch.Tensor, torch.Tensor] | None = None  # slots, tables; the same on the device
 
     def build(self, plan: StepPlan, tree: DraftTree) -> Batch:
         """`tree` holds one tree per sampling share of `plan`, in plan order, on the host."""
@@ -79,18 +78,7 @@ class BatchBuilder:
         batch, device = len(seqs), self.device
         nothing = constant((0,) * batch, device)
         laid = ops.tree_layout(tokens[:, None], nothing[:, None], constant((1,) * batch, device), lengths, slots, tables, self.block_size)
-        return Batch(
-            input_ids=tokens,
-            positions=laid.positions,
-            cu_query=constant(tuple(range(batch + 1)), device, np.int32),
-            ctx_lens=laid.ctx_lens,
-            tree_len=constant((0,) * batch, device, np.int32),
-            tree_mask=nothing,
-            block_tables=tables,
-            slot_mapping=laid.slot_mapping,
-            logit_rows=constant(tuple(range(batch)), device),
-            causal=True,
-        )
+        return self._laid_out(laid, nothing, tables, causal=True)
 
     def tables_of(self, seqs: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """(request slots [B] i64, block tables [G, B, M] i32) of the sequences, on the device, as far as the longest reaches. Not to be
@@ -114,18 +102,24 @@ class BatchBuilder:
     ) -> Batch:
         """As `build`, on the device, of trees that lie there and have all N nodes, of which num_nodes [B] count: the others write no K and
         V. words [B, N]: of ancestors. lengths [S] i64: tokens by request slot. slots, tables: of `tables_of`, with room for N nodes."""
-        batch, nodes = tree.tokens.shape
         laid = ops.tree_layout(tree.tokens, tree.depth, num_nodes, lengths, slots, tables, self.block_size)
+        return self._laid_out(laid, words.flatten(), tables, causal=False)
+
+    def _laid_out(self, laid: TreeLayout, words: torch.Tensor, tables: torch.Tensor, *, causal: bool) -> Batch:
+        """Of sequences with equally many rows, each a tree or causal; words [T]."""
+        rows, batch = len(laid.input_ids), len(laid.ctx_lens)
+        each = rows // batch
         return Batch(
             input_ids=laid.input_ids,
             positions=laid.positions,
-            cu_query=constant(tuple(range(0, batch * nodes + 1, nodes)), self.device, np.int32),
+            cu_query=constant(tuple(range(0, rows + 1, each)), self.device, np.int32),
             ctx_lens=laid.ctx_lens,
-            tree_len=constant((nodes,) * batch, self.device, np.int32),
-            tree_mask=words.flatten(),
+            tree_len=constant((0 if causal else each,) * batch, self.device, np.int32),
+            tree_mask=words,
             block_tables=tables,
             slot_mapping=laid.slot_mapping,
-            logit_rows=constant(tuple(range(batch * nodes)), self.device),
+            logit_rows=constant(tuple(range(rows)), self.device),
+            causal=causal,
         )
 
     @staticmethod

@@ -49,7 +49,7 @@ def _pairs(
     slot = paged(tables + b * blocks, start + row, blocks, block_size, there & (row < count + masks))
     tl.store(tokens + out, tl.where(paired, token, mask_token), mask=there)
     tl.store(positions + out, start + row, mask=there)
-    tl.store(slots + out, tl.where(row < count + masks, slot, -1), mask=there)
+    tl.store(slots + out, slot, mask=there)
     tl.store(pair + out, paired, mask=there)
     tl.store(seen + b, start.to(tl.int32))
     tl.store(last + b * (1 + masks) + row, b * width + count - 1 + row, mask=row <= masks)

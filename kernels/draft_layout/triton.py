@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.draft_layout.reference import DraftLayout, Laws
+from specdec.kernels.tree_layout.triton import cell_slots
 
 
 def rejects(columns: Tensor, laws: Laws, *rest: object) -> str | None:
@@ -37,10 +38,9 @@ def draft_layout(columns: Tensor, laws: Laws, depth: int, passes: int, width: in
 
 
 @triton.jit
-def paged(table, cell, blocks, block_size, mask):
-    """[n] i64 flat slots of cells i64 of a sequence whose table of `blocks` entries, i64, is at `table`; beyond it, of its last cell."""
-    cell = tl.minimum(cell, blocks.to(tl.int64) * block_size - 1)
-    return tl.load(table + cell // block_size, mask=mask, other=0).to(tl.int64) * block_size + cell % block_size
+def paged(table, cell, blocks, block_size, inside):
+    """As `cell_slots` of cells i64, with a table of `blocks` entries; cells beyond it are its last one."""
+    return cell_slots(table, tl.minimum(cell, blocks.to(tl.int64) * block_size - 1), block_size, inside)
 
 
 @triton.jit(do_not_specialize=["batch", "blocks", "ended", "depth", "nodes", "width", "block_size"])

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.cuda_fragments import capability, compiled, launches_early
+from specdec.kernels.cuda_fragments import capability, compiled, launches_early, multiprocessors
 from specdec.kernels.kv_fp8 import UNSCALED, Scales
 
 __all__ = ["rejects", "tree_attention"]
 
 PACKED, MOST_BLOCKS, SIZES = 16, 16, (64, 128)  # as in few_attention.h
-PROCESSORS = 132  # of an H100 or H200; with two blocks on each, keys of 8192 positions at batch 8 come slower than with one
 FEW_CLUSTERS = 16  # up to which tiles that share keys have blocks enough to read them for themselves
 LOG2E = 1.4426950408889634
 
@@ -77,11 +76,12 @@ def rejects(
     return None if capability(q.device) >= 90 else "it needs thread block clusters (Hopper)"
 
 
-def cut(rows: int, sequences: int, group: int, kv_heads: int) -> tuple[int, int]:
-    """(tiles, as many as rows may need however ragged they are; blocks a cluster, as many as the card has multiprocessors for)."""
+def cut(rows: int, sequences: int, group: int, kv_heads: int, processors: int) -> tuple[int, int]:
+    """(tiles, as many as rows may need however ragged they are; blocks a cluster, as many as the card has processors for: with two on each,
+    keys of 8192 positions at batch 8 come slower than with one)."""
     tiles = min(rows, max(rows - sequences, 0) // (PACKED // group) + sequences)
     blocks = 1
-    while blocks < MOST_BLOCKS and 2 * blocks * tiles * kv_heads <= PROCESSORS:
+    while blocks < MOST_BLOCKS and 2 * blocks * tiles * kv_heads <= processors:
         blocks *= 2
     return tiles, blocks
 
@@ -92,9 +92,8 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Ten
     if q.shape[0] == 0:
         return out
     begins = launches_early(q.device)
-    call, *numbers = prepare_call(
-        out, q, k_cache, v_cache, block_table, *rest, **how, ahead=begins and torch.cuda.is_current_stream_capturing()
-    )
+    how |= {"ahead": begins and torch.cuda.is_current_stream_capturing(), "processors": multiprocessors(q.device)}
+    call, *numbers = prepare_call(out, q, k_cache, v_cache, block_table, *rest, **how)
     functions, stream = compiled(q.device), torch.cuda.current_stream(q.device).cuda_stream
     numbers += [int(begins), q.device.index]
     if error := functions.specdec_few_attention(ctypes.byref(call), *numbers, stream):
@@ -120,12 +119,13 @@ def prepare_call(
     first: Tensor | None = None,
     kv_scales: Scales = UNSCALED,
     ahead: bool = False,
+    processors: int,
 ) -> tuple[Call, int, int]:
-    """The kernel's arguments, which share memory with these tensors; numbers of a head, and blocks a cluster.
-    ahead: see `specdec::few::Call`."""
+    """The kernel's arguments, which share memory with these tensors; numbers of a head, and blocks a cluster. ahead: see
+    `specdec::few::Call`. processors: of the card."""
     (rows, heads, hd), (block, kv_heads), sequences = q.shape, k_cache.shape[1:3], ctx_lens.shape[0]
     group = heads // kv_heads
-    tiles, blocks = cut(rows, sequences, group, kv_heads)
+    tiles, blocks = cut(rows, sequences, group, kv_heads, processors)
     tensors = q, k_cache, v_cache, sinks, block_table, cu_query, ctx_lens, tree_len, first, tree_mask, positions, out
     strides = q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0)
     counts = rows, sequences, heads, kv_heads, group, block, block.bit_length() - 1, window or 0, tiles, int(ahead)

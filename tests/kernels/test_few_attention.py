@@ -16,6 +16,7 @@ from tests.kernels.device import on
 from tests.kernels.fragment_emulator import emulated, guarded
 
 Batch = dict[str, Tensor]
+PROCESSORS = 132  # of an H200
 
 TREE = Rows(37, tree=tuple(random_tree(7, 5)))
 RAGGED = [Rows(20), Rows(0, 3), TREE, Rows(63, tree=tuple(chain(4))), Rows(0, 0), Rows(16), Rows(47, 2)]
@@ -66,7 +67,7 @@ def padded(batch: Batch, rows: int) -> Batch:
 def emulate(batch: Batch, how: dict[str, Any], blocks: int, seed: int = 0) -> Tensor:
     q = batch["q"]
     out, beside = guarded(torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.bfloat16))
-    call, hd, _ = cuda.prepare_call(out, *batch.values(), **how)
+    call, hd, _ = cuda.prepare_call(out, *batch.values(), **how, processors=PROCESSORS)
     emulated("emulated_few_attention.cpp").emulate_few_attention(ctypes.byref(call), hd, blocks, ctypes.c_uint64(seed))
     assert all(margin.isnan().all() for margin in beside), "a write outside the results"
     return out
@@ -99,12 +100,12 @@ def test_a_key_that_is_not_a_number_spoils_those_who_see_it_and_nobody_else() ->
     ("rows", "sequences", "group", "kv_heads"), [(1, 1, 4, 8), (4, 1, 4, 8), (32, 8, 4, 8), (128, 32, 4, 8), (3, 5, 1, 2)]
 )
 def test_there_are_tiles_enough_however_ragged_the_rows(rows: int, sequences: int, group: int, kv_heads: int) -> None:
-    tiles, blocks = cuda.cut(rows, sequences, group, kv_heads)
+    tiles, blocks = cuda.cut(rows, sequences, group, kv_heads, PROCESSORS)
     tall = cuda.PACKED // group
     one_long = max(rows - sequences + 1, 0)
     for lengths in ([one_long] + [1] * (min(rows, sequences) - 1), [rows], [1] * min(rows, sequences)):
         assert sum(-(-n // tall) for n in lengths) <= tiles
-    assert 1 <= blocks <= cuda.MOST_BLOCKS and (blocks == 1 or blocks * tiles * kv_heads <= cuda.PROCESSORS)
+    assert 1 <= blocks <= cuda.MOST_BLOCKS and (blocks == 1 or blocks * tiles * kv_heads <= PROCESSORS)
 
 
 @pytest.mark.gpu
