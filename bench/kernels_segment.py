@@ -18,6 +18,7 @@ import torch
 
 from bench.cuda_timing import copies, microseconds, read_microseconds
 from bench.schema import append, environment
+from specdec.kernels.cuda_fragments import shared_limit
 from specdec.kernels.decoder_stack import segment as seg
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
@@ -52,7 +53,7 @@ def measure(model: str, form: str, rows: int, chunk: int) -> dict[str, object] |
     if seg.rejects(one.weights) is not None:
         return None
     moved = sum(w.data.nbytes for w in one.weights)
-    call, _ = seg.prepare_call(one, mixed, residual, counters[0], limit=seg.shared_limit(mixed.device), chunk=chunk)
+    call, _ = seg.prepare_call(one, mixed, residual, counters[0], limit=shared_limit(mixed.device), chunk=chunk)
     if call.stages < 2:
         return None
     layers = [one, *(segment(model, form == "fp8") for _ in range(copies(moved) - 1))]

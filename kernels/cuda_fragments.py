@@ -101,6 +101,13 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    limit: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in older releases
+    return limit
+
+
 def launches_early(device: torch.device) -> bool:
     """Whether kernels of a decode pass are launched so from here on (`triton_common.early`)."""
     from specdec.kernels.triton_common import early  # here, since the table of ops is read without Triton too
@@ -125,5 +132,6 @@ def compiled(device: torch.device) -> ctypes.CDLL:
     functions.specdec_error.restype = ctypes.c_char_p
     functions.specdec_fragment_linear.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 4, ctypes.c_void_p]
     functions.specdec_few_attention.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 4, ctypes.c_void_p]
+    functions.specdec_e4m3_linear.argtypes = [ctypes.c_void_p, *(ctypes.c_int,) * 7, ctypes.c_void_p]
     functions.specdec_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     return functions

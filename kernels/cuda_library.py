@@ -37,8 +37,9 @@ def find_nvcc() -> Path | None:
 
 
 def arguments(capabilities: Iterable[int]) -> list[str]:
-    """nvcc's flags for cards of these compute capabilities (90 for 9.0)."""
-    return [*FLAGS, *(f"-gencode=arch=compute_{c},code=sm_{c}" for c in capabilities)]
+    """nvcc's flags for cards of these compute capabilities (90 for 9.0, whose own instructions have a target of their own)."""
+    names = [f"{c}a" if c == 90 else f"{c}" for c in capabilities]
+    return [*FLAGS, *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names)]
 
 
 def build(nvcc: Path, to: Path, capabilities: Iterable[int], *more: str) -> str:

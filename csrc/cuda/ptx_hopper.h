@@ -2,6 +2,7 @@
 // tests/kernels/cuda/emulator_hopper.h has the same functions in plain C++.
 #pragma once
 
+#include "box.h"
 #include "ptx.h"
 
 namespace specdec {
@@ -37,19 +38,22 @@ SPECDEC_DEVICE void wait_barrier(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-// `rows` rows from `row` on, `bytes` of each from byte `start` on, of a matrix at `from` with rows of `pitch` bytes.
-struct Box {
-  const void* from;
-  int pitch, start, row, bytes, rows;
-};
-
-// The box into shared memory, by a map that was made for boxes of this size (a CUtensorMap: 128 bytes, rows, pieces of 128 bytes): piece behind
-// piece, in it row behind row, the 16 byte parts of row r exchanged by r % 8. `barrier` counts the bytes when they are there.
+// The box into shared memory, by a map that was made for boxes of this size (tensor_map.h): piece of 128 bytes behind piece, in it row behind
+// row, the 16 byte parts of row r exchanged by r % 8; zeros where the matrix has ended. `barrier` counts the bytes when they are there.
 SPECDEC_DEVICE void copy_box(void* to, const void* map, const Box& box, uint64_t* barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
           shared_address(to)),
       "l"(map), "r"(0), "r"(box.row), "r"(box.start / 128), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// The same into all `blocks` blocks of the cluster, where each has the place and a barrier that this one has here.
+SPECDEC_DEVICE void copy_box_to_all(void* to, const void* map, const Box& box, uint64_t* barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(0), "r"(box.row), "r"(box.start / 128), "r"(shared_address(barrier)), "h"(uint16_t((1 << blocks) - 1))
       : "memory");
 }
 
@@ -153,11 +157,18 @@ SPECDEC_DEVICE void load_matrices_turned(uint32_t (&out)[4], const void* row) {
 SPECDEC_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 SPECDEC_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// All threads of all blocks of the cluster, and what each has done to another's shared memory before.
+SPECDEC_DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+
 // Where another block of the cluster has what this one has here.
 SPECDEC_DEVICE uint32_t peer_address(const void* own, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(rank));
   return there;
+}
+
+SPECDEC_DEVICE void arrive_barrier(uint64_t* barrier, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
 }
 
 // Into the shared memory of another block of the cluster, or of this one; its barrier counts the bytes when they are there.

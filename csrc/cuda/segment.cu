@@ -2,30 +2,9 @@
 #include <cstring>
 
 #include "segment.h"
+#include "tensor_map.h"
 
 namespace specdec::segment {
-
-// cuTensorMapEncodeTiled of the driver, whose header not every compiler comes with: map, type of numbers, dimensions, address, sizes, bytes from
-// row to row, box, steps in it, interleaving, swizzle, promotion in the second level cache, filling.
-using Encode = int (*)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
-constexpr int FLOAT64 = 8, PLAIN = 0, EXCHANGED_IN_128 = 3, LINES_OF_256 = 3, ZEROS = 0;
-
-// The map of a weight for boxes of HALF rows by one chunk: units of 8 bytes of a piece, rows, pieces.
-cudaError_t describe(const Matrix& matrix, int bytes, Map* map) {
-  static Encode encode = nullptr;
-  if (encode == nullptr) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result)) return error;
-    if (found == nullptr) return cudaErrorNotSupported;
-    encode = reinterpret_cast<Encode>(found);
-  }
-  const uint64_t row = uint64_t(matrix.columns) * bytes, sizes[3] = {PIECE / 8, uint64_t(matrix.rows), row / PIECE}, pitch[2] = {row, PIECE};
-  const uint32_t box[3] = {PIECE / 8, HALF, uint32_t(matrix.chunk / PIECE)}, steps[3] = {1, 1, 1};
-  void* const from = const_cast<void*>(matrix.data);
-  return encode(map, FLOAT64, 3, from, sizes, pitch, box, steps, PLAIN, EXCHANGED_IN_128, LINES_OF_256, ZEROS) ? cudaErrorInvalidValue
-                                                                                                               : cudaSuccess;
-}
 
 constexpr int WARPS = 16;
 
@@ -66,13 +45,17 @@ extern "C" {
 // format: 0 bf16, 1 e4m3. limit: bytes of shared memory that a block may have. At most `ctas` blocks, all at once.
 int specdec_segment(
     const void* arguments, int format, int ctas, int limit, int early, int device, cudaStream_t stream) {
+  using namespace specdec;
   using namespace specdec::segment;
   Call own;  // aligned as maps must be
   std::memcpy(static_cast<void*>(&own), arguments, sizeof own);
   const Call* call = &own;
-  for (int p = 0; p < PHASES; p++)
-    if (own.matrix[p].rows != 0)
-      if (cudaError_t error = describe(own.matrix[p], format == 0 ? 2 : 1, &own.map[p])) return error;
+  for (int p = 0; p < PHASES; p++) {
+    const Matrix& matrix = own.matrix[p];
+    const Box box{matrix.data, matrix.columns * (format == 0 ? 2 : 1), matrix.rows, 0, 0, matrix.chunk, HALF};
+    if (matrix.rows != 0)
+      if (cudaError_t error = describe(box, &own.map[p])) return error;
+  }
   if (call->M < 1 || call->M > MAX_ROWS || call->stages < 2 || call->stages > MAX_STAGES || ctas < 1) return cudaErrorInvalidValue;
   if (cudaError_t error = cudaSetDevice(device)) return error;  // this library's runtime need not be the one torch uses
   return format == 0 ? launch_rows<Plain>(*call, ctas, limit, early, stream) : launch_rows<E4m3Rows>(*call, ctas, limit, early, stream);

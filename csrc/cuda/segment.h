@@ -167,7 +167,7 @@ struct Kernel {
         for (int half = 0; half < 2; half++) {
           const int first = row(phase, item * at_once(phase) + t, half);
           if (scales) copy_bytes(scales_of(cursor.stage) + half * HALF, matrix.scale + first, 4 * HALF, full(cursor.stage));
-          const Box box{matrix.data, row_bytes, start, first, matrix.chunk, HALF};
+          const Box box{matrix.data, row_bytes, matrix.rows, start, first, matrix.chunk, HALF};
           copy_box(unit(cursor.stage) + half * HALF * matrix.chunk, call.map[phase].words, box, full(cursor.stage), policy);
         }
         cursor.advance(call.stages);

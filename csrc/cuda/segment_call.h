@@ -16,7 +16,6 @@ namespace specdec::segment {
 constexpr int TILE = 16;   // rows of a weight that are multiplied together
 constexpr int HALF = 8;    // of them lie side by side in the weight
 constexpr int TILES = 2;   // that share a window of tokens
-constexpr int PIECE = 128; // bytes of a row that lie together in shared memory; a warp multiplies half of them at once
 constexpr int MAX_STAGES = 16;
 constexpr int SUMS = 2;    // rooms for the warps' sums, by turns: a tile's are added up while the next tile is multiplied
 constexpr int FINISHERS = 3;  // warps that add them up; with 16 that multiply and one that fetches, five a scheduler
@@ -26,12 +25,8 @@ constexpr int SCALES = MAX_STAGES * TILE * 4;
 constexpr int PHASES = 4;
 enum Phase { OUT, GATE_UP, DOWN, QKV };
 
-// What the copy engine knows of a weight: HALF rows of a chunk come with one instruction, piece by piece, the 16 byte parts of row r of a
-// piece exchanged by r: the part p lies where p ^ r would, so that eight lanes read 16 bytes each from banks of their own.
-struct alignas(64) Map {
-  uint64_t words[16];
-};
-
+// Of a weight HALF rows of a chunk come with one instruction, piece by piece: the 16 byte part p of row r lies where p ^ r would, so that eight lanes read 16
+// bytes each from banks of their own.
 // A weight [rows, columns], rows without gaps. scale [rows] f32, null = 1. chunk: bytes of a row in a unit, a multiple of PIECE that divides
 // a row. window: columns of the tokens that are in shared memory at a time, all of them, or, where the phase is DOWN, whole chunks.
 // rows = 0: the phase is left out.

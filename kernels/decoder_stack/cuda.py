@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import KernelUnavailable
-from specdec.kernels.cuda_fragments import launches_early
+from specdec.kernels.cuda_fragments import launches_early, shared_limit
 from specdec.kernels.decoder_stack import segment
 from specdec.kernels.decoder_stack.segment import MOST_ROWS, Scaling, Segment, Turn, Weight
 from specdec.kernels.fp8_linear.weight import Fp8Weight
@@ -131,7 +131,7 @@ def turn_of(attention: Attention, batch: Batch, slots: Tensor, caches: tuple[Ten
 
 def most_rows(one: Segment, device: torch.device) -> int:
     """The most rows for which shared memory holds the tokens and two units, 0 where not even one."""
-    counters, limit = torch.zeros(segment.COUNTERS, dtype=torch.int64, device=device), segment.shared_limit(device)
+    counters, limit = torch.zeros(segment.COUNTERS, dtype=torch.int64, device=device), shared_limit(device)
     widths = one.out.data.shape[1], one.down.data.shape[0]
     for rows in (MOST_ROWS, MOST_ROWS // 2):
         mixed, residual = (torch.empty(rows, width, dtype=torch.bfloat16, device=device) for width in widths)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specdec.kernels.cuda_fragments import compiled, multiprocessors
+from specdec.kernels.cuda_fragments import compiled, multiprocessors, shared_limit
 from specdec.kernels.fp8_linear.weight import Fp8Weight
 
 TILE, PIECE, MAX_STAGES, SUMS, MOST_ROWS = 16, 128, 16, 2, 16  # as in segment_call.h
@@ -227,13 +227,6 @@ def prepare_call(
         setattr(call, name, tensor.data_ptr())
     call.next = None if following is None else following.data_ptr()
     return call, (last, following, mid, inner)
-
-
-@cache
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
-    limit: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in older releases
-    return limit
 
 
 @cache

@@ -154,7 +154,8 @@ class Machine {
     yield();
   }
 
-  // Of the thread whose turn it is, in its warp.
+  // The thread whose turn it is; and where it is in its warp.
+  int turn() const { return current; }
   int lane() const { return current % 32; }
 
   // Somebody else's turn.

@@ -3,6 +3,7 @@
 // A copy destroys its destination when it is issued, and what it brings arrives when a barrier that counts it is next waited for.
 #pragma once
 
+#include "box.h"
 #include "emulator.h"
 
 namespace specdec {
@@ -62,18 +63,16 @@ inline void wait_barrier(uint64_t* barrier, int parity) {
     if ((counted(barrier).bytes_and_phase & 1) == parity) Machine::get().yield();
   }
 }
-struct Box {
-  const void* from;
-  int pitch, start, row, bytes, rows;
-};
 inline void copy_box(void* to, const void*, const Box& box, uint64_t* barrier, uint64_t) {
-  if (reinterpret_cast<uintptr_t>(to) % 1024 || box.bytes % 128 || box.rows != 8) Machine::fail("a crooked copy");
+  static const char zeros[16] = {};
+  if (reinterpret_cast<uintptr_t>(to) % 1024 || box.bytes % 128 || box.rows % 8) Machine::fail("a crooked copy");
   std::memset(to, 0xff, box.bytes * box.rows);
   for (int r = 0; r < box.rows; r++)
     for (int part = 0; part < box.bytes / 16; part++) {
+      const bool real = box.row + r < box.all && box.start + 16 * part < box.pitch;
       const char* from = static_cast<const char*>(box.from) + int64_t(box.row + r) * box.pitch + box.start + 16 * part;
       char* const piece = static_cast<char*>(to) + part / 8 * 128 * box.rows;
-      bulk_copies().push_back({piece + r * 128 + (part % 8 ^ r) * 16, from, 16, barrier});
+      bulk_copies().push_back({piece + r * 128 + (part % 8 ^ r % 8) * 16, real ? from : zeros, 16, barrier});
     }
 }
 
@@ -211,6 +210,11 @@ template <class Own>
 Own* peer(Own* own, int rank) {
   const Cluster& cluster = Cluster::get();
   return reinterpret_cast<Own*>(cluster.shared + int64_t(rank) * cluster.bytes + (reinterpret_cast<char*>(own) - cluster.shared) % cluster.bytes);
+}
+inline void cluster_barrier() { Machine::get().block_barrier(); }
+inline void arrive_barrier(uint64_t* barrier, int rank) { arrive_barrier(peer(barrier, rank)); }
+inline void copy_box_to_all(void* to, const void* map, const Box& box, uint64_t* barrier, int blocks) {
+  for (int rank = 0; rank < blocks; rank++) copy_box(peer(static_cast<char*>(to), rank), map, box, peer(barrier, rank), 0);
 }
 template <class Value>
 void send(Value* to, int rank, const Value& value, uint64_t* barrier) {
