@@ -53,7 +53,11 @@ def extension() -> dict:
     here = os.path.dirname(os.path.abspath(__file__))
 
     class OptionalBuild(BuildExtension):
-        """A failing compiler costs speed, not the installation."""
+        """A failing compiler costs speed, not the installation. What it made stays, so that a wheel or a second install need not wait."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = os.path.join(here, "build", "objects")  # an editable install would throw its own away
 
         def run(self) -> None:
             try:

@@ -7,11 +7,14 @@ import os
 
 import torch
 
+from tests.kernels import interpreter
+
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreter.install()
 
 
 def pytest_report_header() -> str | None:

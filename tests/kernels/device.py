@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from specdec.rows import RowInfo
 from specdec.sampling import SamplingState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_CARDS = () if DEVICE == "cuda" else pytest.mark.slow
+"""Marks of a case that others nearly cover and the interpreter takes seconds for: a card runs it always, the interpreter among the slow."""
 
 
 def on(device: str, value: Any) -> Any:

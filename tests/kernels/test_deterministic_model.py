@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +58,22 @@ def kv_rows(kv: PlainKV, slots: list[int]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def fed(model: LlamaModel, chunks: list[int]) -> Bits:
-    """The text in shares of these sizes."""
-    kv, rows, start = PlainKV(model.config, len(TEXT)), [], 0
+def fed(model: LlamaModel, chunks: list[int], kv: PlainKV) -> Bits:
+    """The text, or the end of it that `kv` lacks, in shares of these sizes."""
+    rows, start = [], len(TEXT) - sum(chunks)
     for size in chunks:
         hidden, _ = model.forward(kv.batch(TEXT[start : start + size], start), kv)
         rows.append(model.logits(hidden))
         start += size
-    return torch.cat(rows)[START:], kv_rows(kv, list(range(START, len(TEXT))))
+    return torch.cat(rows)[START - len(TEXT) :], kv_rows(kv, list(range(START, len(TEXT))))
 
 
 @torch.inference_mode()
-def verified(model: LlamaModel, parents: list[int], path: list[int]) -> Bits:
-    """The text up to START, then a tree of which `path` is the text."""
+def verified(model: LlamaModel, parents: list[int], path: list[int], kv: PlainKV) -> Bits:
+    """Behind the text up to START, which `kv` holds, a tree of which `path` is the text."""
     tokens = [350 + i for i in range(len(parents))]
     for depth, node in enumerate(path):
         tokens[node] = TEXT[START + depth]
-    kv = PlainKV(model.config, START + len(parents))
-    model.forward(kv.batch(TEXT[:START]), kv)
     hidden, _ = model.forward(kv.tree(tokens, parents, START), kv)
     return model.logits(hidden)[path], kv_rows(kv, [START + node for node in path])
 
@@ -86,12 +86,16 @@ def assert_same_bits(found: Bits, expected: Bits, how: str) -> None:
 
 
 def check(model: LlamaModel) -> None:
-    expected = fed(model, [len(TEXT)])
+    empty = PlainKV(model.config, START + len(BRANCHES))
+    expected = fed(model, [len(TEXT)], deepcopy(empty))
     assert all(t.isfinite().all() for t in (expected[0], *expected[1]))
-    assert_same_bits(fed(model, [40, 23, 4]), expected, "chunks, as recomputation cuts them")
-    assert_same_bits(fed(model, [START, 1, 1, 1, 1, 2]), expected, "decode")
-    assert_same_bits(verified(model, CHAIN, list(range(len(CHAIN)))), expected, "chain")
-    assert_same_bits(verified(model, BRANCHES, PATH), expected, "tree")
+    assert_same_bits(fed(model, [40, 23, 4], deepcopy(empty)), expected, "chunks, as recomputation cuts them")
+    with torch.inference_mode():
+        model.forward(empty.batch(TEXT[:START]), empty)
+    begun = partial(deepcopy, empty)
+    assert_same_bits(fed(model, [1, 1, 1, 1, 2], begun()), expected, "decode")
+    assert_same_bits(verified(model, CHAIN, list(range(len(CHAIN))), begun()), expected, "chain")
+    assert_same_bits(verified(model, BRANCHES, PATH, begun()), expected, "tree")
 
 
 SLOW = pytest.mark.slow

@@ -16,7 +16,7 @@ from specdec.kernels.move_kv import reference as move_reference
 from specdec.kernels.norm_rope import reference as norm_rope_reference
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.tree_attention import matmul, reference, tiling
-from tests.kernels.device import DEVICE, on
+from tests.kernels.device import DEVICE, ON_CARDS, on
 from tests.kernels.matrix import poisoned
 
 triton_attention = pytest.importorskip("specdec.kernels.tree_attention.triton")
@@ -151,20 +151,30 @@ TREES = {"one": [0], "chain": chain(64), "star": star(64), "tree": random_tree(3
 SHAPES = [(1, 64, 32), (3, 64, 16), (4, 128, 16), (8, 64, 32)]  # group, head size, block
 
 
-@pytest.fixture(params=[{"merged": 1 << 20, "alone": 0, "least": 1}, {"merged": 0}, {}], ids=["last", "launch", "usual"])
+MERGING = {"last": {"merged": 1 << 20, "alone": 0, "least": 1}, "launch": {"merged": 0}, "usual": {}}
+
+
+@pytest.fixture(params=MERGING)
 def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whom splits are merged: the last program of a tile, a launch of its own, as the tiling says."""
     chosen = tiling.fast
-    monkeypatch.setattr(tiling, "fast", lambda *args, **kwargs: replace(chosen(*args, **kwargs), **request.param))
+    monkeypatch.setattr(tiling, "fast", lambda *args, **kwargs: replace(chosen(*args, **kwargs), **MERGING[request.param]))
 
 
+@pytest.mark.parametrize(
+    ("merging", "splits"),
+    [
+        *(("last", 5), ("launch", 2), ("usual", 2)),
+        *(pytest.param(how, n, marks=ON_CARDS) for how, n in (("last", 2), ("launch", 5), ("usual", 5))),
+    ],
+    indirect=["merging"],
+)
 @pytest.mark.usefixtures("merging")
-@pytest.mark.parametrize("splits", [2, 5])
 @pytest.mark.parametrize(("tree", "shape"), list(zip(TREES, SHAPES, strict=True)), ids=list(TREES))
 def test_forced_splits(tree: str, shape: tuple[int, int, int], splits: int) -> None:
     """A long and a short sequence (which leaves splits without keys), and sinks, counted once."""
     parents = TREES[tree]
-    rows = [Rows(400, tree=tuple(parents) if len(parents) > 1 else None), Rows(3)]
+    rows = [Rows(300, tree=tuple(parents) if len(parents) > 1 else None), Rows(3)]
     batch = _attention(rows, *shape, torch.float32, torch.float32)
     options = {"scale": 0.125, "sinks": torch.linspace(-3.0, 4.0, shape[0] * KV)}
     assert _error(batch, options, splits=splits) < 5e-6
