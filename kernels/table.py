@@ -26,6 +26,7 @@ from specdec.kernels.draft_layout import reference as draft_rows_reference
 from specdec.kernels.draft_pass import cuda as draft_cuda
 from specdec.kernels.draft_pass import reference as draft_reference
 from specdec.kernels.draft_topk import reference as topk_reference
+from specdec.kernels.fp8_fp8_linear import cuda as fp8_fp8_cuda
 from specdec.kernels.fp8_fp8_linear import library as fp8_fp8_library
 from specdec.kernels.fp8_fp8_linear import reference as fp8_fp8_reference
 from specdec.kernels.fp8_linear import cuda as fp8_cuda
@@ -255,7 +256,8 @@ _WIDENED = Backend("widened", fp8_widened.fp8_linear, ("cuda",), fp8_widened.rej
 _SCALED_MM = Backend("scaled_mm", fp8_fp8_library.fp8_fp8_linear, ("cuda",), fp8_fp8_library.rejects, fixed_order=False)
 _register_product("dense_linear", linear_reference.rowwise_linear, _LIBRARY)
 _register_product("fp8_linear", fp8_reference.fp8_linear, _WIDENED, cuda=_FP8_FRAGMENTS)
-_register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM)
+_E4M3_CUDA = Backend("cuda", fp8_fp8_cuda.fp8_fp8_linear, ("cuda",), fp8_fp8_cuda.rejects, fixed_order=False, missing=WHY_NO_CUDA)
+_register_product("fp8_fp8_linear", fp8_fp8_reference.fp8_fp8_linear, _SCALED_MM, cuda=_E4M3_CUDA)
 _register_product("int4_linear", int4_reference.int4_linear, cuda=_INT4_FRAGMENTS)
 _beside_triton("quantize_fp8", quantize_reference.quantize_fp8)
 _beside_triton("moe_route", route_reference.moe_route)

@@ -20,7 +20,7 @@ __all__ = ["fp8_fp8_linear", "rejects"]
 ROWS, PIECE, SHARE = 128, 128, 8  # most rows; columns of a piece; rows that a block fetches come in eights
 FEW = 8  # rows for which Triton's narrow tiles, or a whole segment, do as well
 WIDTHS = (32, 48, 64, 80, 96, 112, 128)
-DEEP = 64  # up to this width a unit has two pieces, so that its products outlast the wait for it
+DEEP = 80  # up to this width a unit has two pieces, so that its products outlast the wait for it
 
 
 class Call(ctypes.Structure):
@@ -64,8 +64,8 @@ def rejects(q: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> 
 
 
 def cut(m: int, n: int, processors: int) -> Cut:
-    """The width that leaves the busiest block least to do, the widest of those; larger clusters for more rows of x."""
-    cluster = 1 if m <= 16 else 2 if m <= 32 else 4
+    """The width that leaves the busiest block least to do, the widest of those, in clusters of two."""
+    cluster = 2  # of four, 128 blocks do not fit on the card at once
     most = processors // cluster * cluster
 
     def rounds(width: int) -> int:
